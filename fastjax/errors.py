@@ -1,0 +1,36 @@
+"""The errors a person can cause or meet, each with the exit code the command line gives it.
+
+This module is a leaf: every room may import it, and it imports nothing.
+"""
+
+
+class FastjaxError(Exception):
+    """Base of the errors that reach a person as a message, not as a traceback."""
+
+    exit_code = 1
+
+
+class UserError(FastjaxError, ValueError):
+    """Something the caller can mend. The message says what was given, the rule, and the way out."""
+
+    exit_code = 2
+
+
+class DeviceMemoryError(FastjaxError):
+    """The accelerator's memory is too small for what was asked."""
+
+    exit_code = 3
+
+
+class NumericsError(FastjaxError):
+    """Numbers went wrong during training: a loss or a gradient is NaN or infinite."""
+
+    exit_code = 4
+
+
+class Interrupted(FastjaxError):
+    """A signal ended the run after its state was saved; the exit code is 128 plus the signal's number."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

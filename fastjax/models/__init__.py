@@ -1,0 +1,1 @@
+"""Flax models: configs, layers, LoRA, checkpoints, generation."""

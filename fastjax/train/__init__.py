@@ -1,0 +1,1 @@
+"""Training: data, losses, step, optimiser, checkpoints, loop, command line."""
