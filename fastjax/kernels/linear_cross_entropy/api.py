@@ -1,0 +1,53 @@
+"""The public function: input checks and the size of a chunk."""
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from fastjax.kernels.linear_cross_entropy.chunked import linear_cross_entropy_chunked
+
+
+def linear_cross_entropy(
+    hidden: Float[Array, "N D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, " N"],
+    loss_weights: Float[Array, " N"],
+    *,
+    train_weight: bool = False,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+) -> Float[Array, ""]:
+    """Summed cross-entropy of a linear head: sum_i loss_weights[i] * -log softmax(weight . hidden_i)[targets[i]].
+
+    Logits, softmax and sums are float32 and exist for `chunk_size` tokens at a time. Tokens of weight 0 cost nothing
+    and may hold anything. The gradients are written in the forward pass.
+
+    Args:
+      hidden: [N, D] float, the head's input.
+      weight: [V, D] float, the head, in hidden's dtype or another; it is read in hidden's dtype.
+      targets: [N] int in [0, V); ignored where the weight is 0.
+      loss_weights: [N] float >= 0.
+      train_weight: whether the gradient of `weight` is computed ([V, D] float32); if not, it is zero.
+      softcap: c for logits c tanh(z / c); None means none.
+      chunk_size: tokens a chunk; None takes a quarter of N between 128 and 2048.
+    Returns: float32 scalar.
+    Raises: ValueError for shapes that do not fit or a chunk_size below 1.
+    Source: chunked loss with the gradient in the forward: Liger Kernel (arXiv:2410.10989), section 3.2; the skipping
+      of unweighted tokens is ours.
+    """
+    num_tokens = hidden.shape[0]
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"hidden {hidden.shape} and weight {weight.shape}: expected [N, D] and [V, D]")
+    if targets.shape != (num_tokens,) or loss_weights.shape != (num_tokens,):
+        raise ValueError(
+            f"targets {targets.shape} and loss_weights {loss_weights.shape}: expected [N] = {(num_tokens,)} both"
+        )
+    if chunk_size is None:
+        # At least four chunks where there is enough to split, so that all logits never exist; at most 2048 tokens,
+        # where a GPU's matmul has long reached its full rate.
+        chunk_size = min(2048, max(128, num_tokens // 4))
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+    targets = jax.lax.stop_gradient(targets)
+    return linear_cross_entropy_chunked(
+        hidden, weight.astype(hidden.dtype), targets, loss_weights, train_weight, softcap, min(chunk_size, num_tokens)
+    )
