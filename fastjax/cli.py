@@ -1,0 +1,227 @@
+"""The one place where commands read their flags, and where errors become messages and exit codes.
+
+A command is a dataclass of settings (fastjax.settings) and a function that takes an instance of it:
+
+    sys.exit(run_command(TrainConfig, train, prog="fastjax train", description=__doc__))
+
+Flags are read here and tyro draws the help: so a mistake is a two-line message like every other, flags and YAML go
+through one conversion, and a machine without tyro can still train.
+"""
+
+import dataclasses
+import errno
+import re
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from fastjax.devices import choose_platform
+from fastjax.errors import DeviceMemoryError, FastjaxError, UserError
+from fastjax.settings import build, check, describe, field_types, from_text, metavar, nearest, rule_of
+
+T = TypeVar("T")
+
+_SWITCHES = {
+    "json": "print the result as one JSON object",
+    "debug": "show the traceback of every error",
+}
+_FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What every command is told beside its settings.
+
+    Attributes:
+      json: print the result as one JSON object.
+      given: names of the settings that the user gave, in a flag or in --config.
+    """
+
+    json: bool = False
+    given: frozenset[str] = frozenset()
+
+
+def run_command(
+    settings: type[T],
+    command: Callable[[T, Options], None],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    description: str,
+) -> int:
+    """Read the flags, run the command, and return the exit code.
+
+    0 done; 1 a fault of ours, with its traceback; 2 the user can mend it; 3 out of device memory; 4 numbers went
+    wrong; 128 + signal interrupted.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in argv
+    try:
+        if "--help" in argv or "-h" in argv:
+            return _print_help(settings, prog, description)
+        choose_platform()
+        command(*parse(settings, argv))
+        return 0
+    except KeyboardInterrupt:
+        _report("interrupted", debug)
+        return 130
+    except Exception as error:
+        known = as_known_error(error)
+        if known is None:
+            traceback.print_exc()
+            return 1
+        _report(str(known), debug)
+        return known.exit_code
+
+
+def parse(settings: type[T], argv: Sequence[str]) -> tuple[T, Options]:
+    """The settings from the flags, over those of `--config FILE`, over the defaults.
+
+    Raises: UserError for an unknown flag or key, a missing or unreadable value.
+    """
+    flags = _read_flags(settings, argv)
+    values = _read_yaml(settings, flags.pop("config")) if "config" in flags else {}
+    switches = {name: bool(flags.pop(name, False)) for name in _SWITCHES}
+    hints = field_types(settings)
+    for name, value in flags.items():
+        try:
+            if isinstance(value, str):
+                value = from_text(name, hints[name], value)
+            values[name] = check(name, hints[name], value, rule_of(settings, name))
+        except UserError as error:
+            raise UserError(f"--{error}") from None
+    return build(settings, values), Options(json=switches["json"], given=frozenset(values))
+
+
+def as_known_error(error: BaseException) -> FastjaxError | None:
+    """The error as one of fastjax.errors, or None if it is a fault of ours.
+
+    XLA's RESOURCE_EXHAUSTED becomes DeviceMemoryError with its remedies; a full or read-only disk becomes UserError.
+    """
+    if isinstance(error, FastjaxError):
+        return error
+    if type(error).__name__ in ("XlaRuntimeError", "JaxRuntimeError") and "RESOURCE_EXHAUSTED" in str(error):
+        first = str(error).strip().splitlines()[0]
+        return DeviceMemoryError(
+            f"out of device memory: {textwrap.shorten(first, 200)}\n"
+            "Make per_device_train_batch_size or max_seq_length smaller, or use remat=full"
+        )
+    if isinstance(error, OSError) and error.errno in _FULL_OR_READ_ONLY:
+        where = f" {error.filename}" if error.filename else ""
+        return UserError(f"cannot use{where}: {error.strerror}; free some space or choose a folder that can be written")
+    return None
+
+
+def _read_flags(settings: type, argv: Sequence[str]) -> dict[str, str | bool]:
+    """{setting: text, or True/False of a bare switch} of the flags, spelt with underscores or dashes."""
+    hints = field_types(settings)
+    known = {**hints, "config": str, **dict.fromkeys(_SWITCHES, bool)}
+    flags: dict[str, str | bool] = {}
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise UserError(f"unexpected {word!r}; every setting is a --flag, with its value after it")
+        flag, has_value, text = word[2:].partition("=")
+        name = flag.replace("-", "_")
+        negated = name.startswith("no_") and known.get(name[3:]) is bool
+        if name not in known and not negated:
+            raise UserError(f"unknown flag --{flag}{nearest(name, known, '--')}\nAll flags: --help")
+        value: str | bool = text
+        if negated or known[name] is bool:
+            if has_value:
+                raise UserError(f"--{flag} takes no value; write --{name} or --no_{name}")
+            name, value = (name[3:], False) if negated else (name, True)
+        elif not has_value:
+            if not rest or re.match("--[A-Za-z]", rest[0]):
+                hint = f"; write --{flag}={rest[0]} if that is the value" if rest else ""
+                raise UserError(f"--{flag} has no value; it takes {describe(known[name])}{hint}")
+            value = rest.pop(0)
+        if name in flags:
+            raise UserError(f"--{flag} is given twice; leave one of the two")
+        flags[name] = value
+    return flags
+
+
+def _read_yaml(settings: type, file: str | bool) -> dict[str, Any]:
+    """The checked values of a YAML file. Raises: UserError naming the file and the key."""
+    import yaml
+
+    class UniqueKeys(yaml.SafeLoader):
+        """PyYAML keeps the last of two equal keys; here the second is an error."""
+
+    def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+        keys = [loader.construct_object(key) for key, _ in node.value]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            raise UserError(f"{file}: {twice[0]} is given twice; leave one of the two")
+        return loader.construct_mapping(node, deep=True)
+
+    UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    try:
+        content = yaml.load(Path(str(file)).read_text(encoding="utf-8"), Loader=UniqueKeys)  # noqa: S506
+    except OSError as error:
+        raise UserError(f"--config {file}: {error.strerror or error}; give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"--config {file} holds a {type(content).__name__}; write one `name: value` a line")
+    hints, values = field_types(settings), {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in hints:
+            raise UserError(f"{file}: unknown key {key!r}{nearest(name, hints)}\nAll keys: the flags of --help")
+        try:
+            if isinstance(value, str) and not _is_text(hints[name]):
+                value = from_text(name, hints[name], value) if _is_collection(hints[name]) else value
+            values[name] = check(name, hints[name], value, rule_of(settings, name))
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from None
+    return values
+
+
+def _is_text(hint: Any) -> bool:
+    return hint in (str, str | None)
+
+
+def _is_collection(hint: Any) -> bool:
+    return any(word in str(hint) for word in ("tuple", "dict"))
+
+
+def _print_help(settings: type, prog: str, description: str) -> int:
+    """Let tyro draw the help: one flag a setting, with its type, default and help text."""
+    import tyro
+
+    hints = field_types(settings)
+    fields: list[tuple[str, Any, Any]] = []
+    for field in dataclasses.fields(settings):
+        if not field.init:
+            continue
+        default = {} if field.default is dataclasses.MISSING else field.default
+        arg = tyro.conf.arg(help=field.metadata.get("help", ""), metavar=metavar(hints[field.name]) or None)
+        if hints[field.name] is bool:
+            fields.append((field.name, Annotated[bool, arg], default))
+        else:
+            fields.append((field.name, Annotated[str, arg], "none" if default in (None, {}) else str(default)))
+    config = tyro.conf.arg(help="YAML file of settings; flags win over it", metavar="FILE")
+    fields.append(("config", Annotated[str, config], "none"))
+    for name, text in _SWITCHES.items():
+        fields.append((name, Annotated[bool, tyro.conf.arg(help=text)], False))
+    drawn = dataclasses.make_dataclass("Settings", [(n, t, dataclasses.field(default=d)) for n, t, d in fields])
+    try:
+        tyro.cli(drawn, args=["--help"], prog=prog, description=description, use_underscores=True)
+    except SystemExit as done:
+        return int(done.code or 0)
+    return 0
+
+
+def _report(message: str, debug: bool) -> None:
+    """The message on stderr, under its traceback with --debug."""
+    if debug:
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)

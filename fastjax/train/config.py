@@ -1,0 +1,174 @@
+"""Everything a training run can be told, under the names that HF TrainingArguments, PEFT and TRL users type."""
+
+import dataclasses
+import re
+from typing import Any, Literal
+
+from fastjax.errors import UserError
+from fastjax.settings import check_all, setting
+
+_FOUR_BIT = "4-bit bases come in a later release; use method=lora, which trains over a 16-bit base"
+_FLOAT16 = "there is no loss scaling here, so float16 gradients underflow, and every supported card has bfloat16"
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    """The settings of one run; `validate` refuses what is impossible or contradictory."""
+
+    model: str = setting("", "HF folder, hub id or .gguf file of the base model")
+    data: str = setting("", "training rows: a .jsonl, .json, .csv or .parquet file, or a hub id")
+    output_dir: str = setting("", "folder of the run: config, metrics, checkpoints, adapter")
+
+    method: Literal["lora", "full"] = setting(
+        "lora", "train low-rank adapters, or every weight", later={"qlora": _FOUR_BIT}
+    )
+    adapter: str | None = setting(None, "adapter folder to go on from; its own rank, alpha and targets are used")
+    lora_r: int = setting(16, "rank of the adapters", minimum=1)
+    lora_alpha: float = setting(16.0, "adapter scale is lora_alpha / lora_r", above=0)
+    lora_dropout: float = setting(0.0, "dropout on the adapters' input", minimum=0, below=1)
+    target_modules: str | tuple[str, ...] = setting(
+        "all-linear", "all-linear, module names a,b,c, or a regular expression that full module names match"
+    )
+    use_rslora: bool = setting(False, "scale by lora_alpha / sqrt(lora_r)")
+    layers_to_transform: tuple[int, ...] | None = setting(None, "only these layers get adapters: 0,1,2")
+    rank_pattern: dict[str, int] = setting({}, 'ranks that differ by module, as JSON: {"q_proj": 8}')
+    alpha_pattern: dict[str, float] = setting({}, "alphas that differ by module, as JSON")
+    modules_to_save: tuple[str, ...] | None = setting(None, "trained in full beside the adapters: embed_tokens,lm_head")
+
+    data_format: Literal["auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text"] = setting(
+        "auto", "form of the rows; auto recognises it by their keys"
+    )
+    max_seq_length: int = setting(2048, "longest row, in tokens", minimum=2)
+    train_on: Literal["responses", "all"] = setting("responses", "which tokens are targets")
+    long_rows: Literal["truncate", "drop", "error"] = setting(
+        "truncate",
+        "what happens to rows above max_seq_length",
+        later={"split": "use long_rows=truncate, drop or error"},
+    )
+    eval_data: str | None = setting(None, "rows to evaluate on")
+    eval_steps: int | None = setting(None, "evaluate every N optimiser steps (at the end in any case)", minimum=1)
+
+    per_device_train_batch_size: int = setting(2, "rows per data-parallel rank and micro-batch", minimum=1)
+    per_device_eval_batch_size: int = setting(8, "rows per data-parallel rank in evaluation", minimum=1)
+    gradient_accumulation_steps: int = setting(4, "micro-batches per optimiser step", minimum=1)
+    num_train_epochs: float = setting(1.0, "passes over the data", above=0)
+    max_steps: int | None = setting(None, "optimiser steps; overrides num_train_epochs", minimum=1)
+
+    learning_rate: float = setting(2e-4, "peak learning rate", minimum=0)
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = setting(
+        "linear", "shape of the learning rate after warm-up"
+    )
+    warmup_steps: int = setting(0, "steps in which the learning rate rises from 0", minimum=0)
+    warmup_ratio: float = setting(0.0, "the same as a part of all steps", minimum=0, below=1)
+    weight_decay: float = setting(0.01, "AdamW's decoupled weight decay", minimum=0)
+    max_grad_norm: float = setting(1.0, "clip the global gradient norm to this; 0 turns clipping off", minimum=0)
+    optim: Literal["adamw"] = setting(
+        "adamw", "optimiser", later={"adamw_8bit": "use optim=adamw, whose state is float32"}
+    )
+    adam_beta1: float = setting(0.9, "AdamW's first decay rate", minimum=0, below=1)
+    adam_beta2: float = setting(0.999, "AdamW's second decay rate", minimum=0, below=1)
+    adam_epsilon: float = setting(1e-8, "AdamW's epsilon", above=0)
+    seed: int = setting(3407, "seed of adapters, order of rows, and dropout", minimum=0)
+
+    dtype: Literal["bfloat16", "float32"] = setting(
+        "bfloat16", "dtype of the frozen weights and the activations", later={"float16": f"{_FLOAT16}; use bfloat16"}
+    )
+    remat: str = setting(
+        "none",
+        "what the backward recomputes: none, full, or the name of a policy",
+        later={"auto": "name a policy: none or full", "offload": "use remat=full"},
+    )
+    mesh: str = setting("data=1", "devices by axis; data=N splits the batch over N devices")
+
+    logging_steps: int = setting(1, "log every N optimiser steps", minimum=1)
+    save_steps: int = setting(500, "checkpoint every N optimiser steps (at the end in any case)", minimum=1)
+    save_total_limit: int | None = setting(None, "keep at most this many checkpoints", minimum=1)
+    resume: str = setting("never", "never, auto (the newest checkpoint of output_dir), or a checkpoint folder")
+    overwrite_output_dir: bool = setting(False, "delete the earlier run in output_dir and start anew")
+    report_to: Literal["tensorboard", "wandb", "none"] = setting("tensorboard", "where else metrics go")
+    sample_prompt: str | None = setting(None, "print the greedy answer to this before and after training")
+
+    def validate(self) -> None:
+        """Check every value alone and the values together.
+
+        Raises: UserError that names the setting, its value, the rule and the way out.
+        """
+        check_all(self)
+        for name, what in (("model", "the base model"), ("data", "the training rows"), ("output_dir", "the run")):
+            if not getattr(self, name):
+                raise UserError(f"{name} is missing; give {what} as --{name} or in --config")
+        self._validate_schedule()
+        self._validate_lora()
+        self.data_parallel_size  # noqa: B018  (parses mesh, raises)
+        if self.eval_steps is not None and self.eval_data is None:
+            raise UserError(f"eval_steps={self.eval_steps} without eval_data; name the rows with eval_data")
+        if self.resume != "never" and self.overwrite_output_dir:
+            raise UserError(
+                f"resume={self.resume!r} goes on with the run that overwrite_output_dir deletes; choose one of the two"
+            )
+
+    def _validate_schedule(self) -> None:
+        warmup = "warmup_steps" if self.warmup_steps else "warmup_ratio"
+        if self.lr_scheduler_type == "constant" and getattr(self, warmup):
+            raise UserError(
+                f"{warmup}={getattr(self, warmup)} with lr_scheduler_type='constant', which has no warm-up; "
+                "use lr_scheduler_type=constant_with_warmup"
+            )
+        if self.warmup_steps and self.warmup_ratio:
+            raise UserError(
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} both set the warm-up; give one"
+            )
+
+    def _validate_lora(self) -> None:
+        if self.method == "full":
+            changed = [name for name in LORA_SETTINGS if getattr(self, name) != _default(name)]
+            if changed:
+                raise UserError(
+                    f"{changed[0]}={getattr(self, changed[0])!r} belongs to method=lora, and method=full trains every "
+                    f"weight; leave {changed[0]} out"
+                )
+        for name, values in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            for module, value in values.items():
+                if value <= 0 or (name == "rank_pattern" and value != int(value)):
+                    rule = "a rank is a whole number above 0" if name == "rank_pattern" else "an alpha is above 0"
+                    raise UserError(f"{name} gives {module!r} the value {value}; {rule}")
+        if any(layer < 0 for layer in self.layers_to_transform or ()):
+            raise UserError(f"layers_to_transform={list(self.layers_to_transform or ())}; layers count from 0")
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of devices on the mesh's data axis. Raises: UserError for a mesh that this release does not have."""
+        axes: dict[str, int] = {}
+        for part in self.mesh.split(","):
+            found = re.fullmatch(r"\s*(data|fsdp|tensor)\s*=\s*(\d+)\s*", part)
+            if not found or found[1] in axes or int(found[2]) < 1:
+                raise UserError(f"mesh={self.mesh!r} is not understood at {part!r}; write data=N with N of 1 or more")
+            axes[found[1]] = int(found[2])
+        for axis in ("fsdp", "tensor"):
+            if axes.get(axis, 1) > 1:
+                raise UserError(f"mesh={self.mesh!r}: {axis} above 1 is not in this release; use data=N")
+        return axes.get("data", 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as YAML and JSON hold them; `--config` reads them back to the same run."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+LORA_SETTINGS = (
+    "adapter",
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "use_rslora",
+    "layers_to_transform",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+)
+
+
+def _default(name: str) -> Any:
+    field = TrainConfig.__dataclass_fields__[name]
+    return {} if field.default is dataclasses.MISSING else field.default
