@@ -81,7 +81,8 @@ def _check(
         raise ValueError(f"query {query.shape} and key {key.shape} differ in batch or head size; they must be equal")
     if num_heads % key.shape[2] != 0:
         raise ValueError(
-            f"{num_heads} query heads are not a multiple of {key.shape[2]} key/value heads; use a divisor of {num_heads}"
+            f"{num_heads} query heads are not a multiple of {key.shape[2]} key/value heads; "
+            f"use a divisor of {num_heads}"
         )
     if segment_ids is not None and segment_ids.shape != (batch, num_queries):
         raise ValueError(f"segment_ids {segment_ids.shape}: expected [B, T] = {(batch, num_queries)}")

@@ -1,0 +1,207 @@
+"""The decoder that all families share: embedding, scanned layers, final norm, head.
+
+Attribute names are HF's, so a tensor's name in a checkpoint is its path here. Layers are one module with leaves
+stacked over a leading layer dimension; `jax.lax.scan` runs it, so compile time does not grow with depth.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from fastjax.kernels.attention import attention
+from fastjax.models.cache import KVCache
+from fastjax.models.config import ModelConfig
+from fastjax.models.layers import Embedding, Linear, RMSNorm, matmul
+from fastjax.models.remat import checkpoint_layer
+from fastjax.models.rope import apply_rope, rope_tables
+
+# Inputs that dropout draws for: one random stream a projection, in this order.
+_DROPOUT_STREAMS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _activation(name: str, x: jax.Array) -> jax.Array:
+    match name:
+        case "silu" | "swish":
+            return jax.nn.silu(x)
+        case "gelu":
+            return jax.nn.gelu(x, approximate=False)
+        case "gelu_new" | "gelu_pytorch_tanh":
+            return jax.nn.gelu(x, approximate=True)
+        case "relu":
+            return jax.nn.relu(x)
+    raise AssertionError(name)
+
+
+class Attention(nnx.Module):
+    """Multi-head attention with grouped key/value heads and rotary positions."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...], param_dtype: Any) -> None:
+        width, head_dim = config.hidden_size, config.head_dim
+        query_width, kv_width = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+        common: dict[str, Any] = {"rngs": rngs, "stack": stack, "param_dtype": param_dtype}
+        self.q_proj = Linear(width, query_width, bias=config.attention_bias, **common)
+        self.k_proj = Linear(width, kv_width, bias=config.attention_bias, **common)
+        self.v_proj = Linear(width, kv_width, bias=config.attention_bias, **common)
+        self.o_proj = Linear(query_width, width, bias=config.attention_out_bias, **common)
+        self.head_dim = config.head_dim
+        self.sliding_window = config.sliding_window
+
+    def __call__(
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        *,
+        segment_ids: jax.Array | None,
+        positions: jax.Array,
+        cache: KVCache | None,
+        layer: jax.Array,
+        rngs: dict[str, jax.Array],
+    ) -> tuple[jax.Array, KVCache | None]:
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        query = apply_rope(self.q_proj(x, rngs.get("q_proj")).reshape(heads), *rope)
+        key = apply_rope(self.k_proj(x, rngs.get("k_proj")).reshape(heads), *rope)
+        value = self.v_proj(x, rngs.get("v_proj")).reshape(heads)
+        query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
+        value = checkpoint_name(value, "value")
+        if cache is None:
+            out = attention(query, key, value, segment_ids=segment_ids, window=self.sliding_window)
+        else:
+            cache = cache.write(layer, key, value, positions)
+            keys, values = cache.read(layer)
+            out = attention(query, keys, values, positions=positions, window=self.sliding_window)
+        out = checkpoint_name(out, "attn_out")
+        return self.o_proj(out.reshape(*x.shape[:-1], -1), rngs.get("o_proj")), cache
+
+
+class MLP(nnx.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...], param_dtype: Any) -> None:
+        width, inner = config.hidden_size, config.intermediate_size
+        common: dict[str, Any] = {"rngs": rngs, "stack": stack, "param_dtype": param_dtype, "bias": config.mlp_bias}
+        self.gate_proj = Linear(width, inner, **common)
+        self.up_proj = Linear(width, inner, **common)
+        self.down_proj = Linear(inner, width, **common)
+        self.hidden_act = config.hidden_act
+
+    def __call__(self, x: jax.Array, rngs: dict[str, jax.Array]) -> jax.Array:
+        gate = checkpoint_name(self.gate_proj(x, rngs.get("gate_proj")), "gate")
+        up = checkpoint_name(self.up_proj(x, rngs.get("up_proj")), "up")
+        inner = (_activation(self.hidden_act, gate.astype(jnp.float32)) * up).astype(x.dtype)
+        return self.down_proj(inner, rngs.get("down_proj"))
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then the same with the MLP."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...], param_dtype: Any) -> None:
+        norm: dict[str, Any] = {"eps": config.rms_norm_eps, "stack": stack, "param_dtype": param_dtype}
+        common: dict[str, Any] = {"rngs": rngs, "stack": stack, "param_dtype": param_dtype}
+        self.input_layernorm = RMSNorm(config.hidden_size, **norm)
+        self.self_attn = Attention(config, **common)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
+        self.mlp = MLP(config, **common)
+
+    def __call__(
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], *, dropout_rng: jax.Array | None, **context: Any
+    ) -> tuple[jax.Array, KVCache | None]:
+        rngs: dict[str, jax.Array] = {}
+        if dropout_rng is not None:
+            layer_rng = jax.random.fold_in(dropout_rng, context["layer"])
+            rngs = {name: jax.random.fold_in(layer_rng, i) for i, name in enumerate(_DROPOUT_STREAMS)}
+        x = checkpoint_name(x, "layer_in")
+        mixed, cache = self.self_attn(self.input_layernorm(x), rope, rngs=rngs, **context)
+        x = checkpoint_name(x + mixed, "mid")
+        return x + self.mlp(self.post_attention_layernorm(x), rngs), cache
+
+
+class CausalLM(nnx.Module):
+    """A decoder-only language model of any supported family.
+
+    Args:
+      config: its shapes.
+      dtype: in which activations are computed.
+      param_dtype: in which the random initial weights are made (a loaded checkpoint brings its own).
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.bfloat16, param_dtype: Any = None
+    ) -> None:
+        param_dtype = dtype if param_dtype is None else param_dtype
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        common: dict[str, Any] = {"rngs": rngs, "param_dtype": param_dtype}
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **common)
+        self.layers = DecoderLayer(config, stack=(config.num_hidden_layers,), **common)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, param_dtype=param_dtype)
+        self.lm_head: Linear | None = nnx.data(
+            None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, **common)
+        )
+
+    @classmethod
+    def abstract(cls, config: ModelConfig, *, dtype: Any = jnp.bfloat16, param_dtype: Any = None) -> "CausalLM":
+        """The same tree with jax.ShapeDtypeStruct in place of arrays: nothing is allocated."""
+        return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype))
+
+    def hidden_states(
+        self,
+        input_ids: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: KVCache | None = None,
+        dropout_rng: jax.Array | None = None,
+        remat: str = "none",
+    ) -> Any:
+        """The final norm's output for every token.
+
+        Args:
+          input_ids: [B, T] int32 in [0, V).
+          positions: [B, T] int32, each token's position in its document; None means 0 .. T-1.
+          segment_ids: [B, T] int32; a token sees its own segment only. 0 marks padding. Not with a cache.
+          cache: keys and values of earlier tokens; this call's are written at `positions`.
+          dropout_rng: key of this call's LoRA dropout; None means none is dropped.
+          remat: what the backward keeps, see `fastjax.models.remat.POLICIES`.
+        Returns: [B, T, D] in the compute dtype; with a cache the pair (hidden, cache).
+        """
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(input_ids.shape[1], dtype=jnp.int32), input_ids.shape)
+        valid = None if segment_ids is None else segment_ids > 0
+        rope = rope_tables(self.config.rope, self.config.head_dim, positions, valid)
+        graphdef, stacked = nnx.split(self.layers)
+
+        def body(carry: tuple[jax.Array, KVCache | None], inputs: Any) -> Any:
+            x, cache = carry
+            leaves, layer = inputs
+            module = nnx.merge(graphdef, leaves)
+            out = module(
+                x, rope, dropout_rng=dropout_rng, segment_ids=segment_ids, positions=positions, cache=cache,
+                layer=layer,
+            )  # fmt: skip
+            return out, None
+
+        x = self.embed_tokens(input_ids, self.dtype)
+        indices = jnp.arange(self.config.num_hidden_layers)
+        (x, new_cache), _ = jax.lax.scan(checkpoint_layer(body, remat), (x, cache), (stacked, indices))
+        hidden = self.norm(x)
+        return hidden if cache is None else (hidden, new_cache)
+
+    def head_weight(self) -> jax.Array:
+        """The head's [V, D] weight: its own, or the embedding's where the two are tied."""
+        return self.embed_tokens.weight[...] if self.lm_head is None else self.lm_head.weight[...]
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Float32 logits [..., V] of hidden states [..., D]; for a few tokens: training uses the chunked loss."""
+        if self.lm_head is not None:
+            return self.lm_head(hidden).astype(jnp.float32)
+        return matmul(hidden, self.head_weight()).astype(jnp.float32)
+
+    def __call__(self, input_ids: jax.Array, **kwargs: Any) -> Any:
+        """`logits` of `hidden_states`; with a cache the pair (logits, cache)."""
+        out = self.hidden_states(input_ids, **kwargs)
+        if isinstance(out, tuple):
+            return self.logits(out[0]), out[1]
+        return self.logits(out)
