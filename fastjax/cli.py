@@ -10,7 +10,9 @@ through one conversion, and a machine without tyro can still train.
 
 import dataclasses
 import errno
+import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -68,6 +70,10 @@ def run_command(
     except KeyboardInterrupt:
         _report("interrupted", debug)
         return 130
+    except BrokenPipeError:
+        # The reader of our output left (`... --help | head`): say nothing, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as error:
         known = as_known_error(error)
         if known is None:

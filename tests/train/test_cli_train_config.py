@@ -1,0 +1,89 @@
+"""Which training settings are refused, and in which words."""
+
+import pytest
+import yaml
+
+from fastjax.cli import parse
+from fastjax.errors import UserError
+from fastjax.train.config import TrainConfig
+
+GIVEN = {"model": "m", "data": "d.jsonl", "output_dir": "out"}
+
+
+def test_the_defaults_are_valid_and_those_of_the_documentation():
+    config = TrainConfig(**GIVEN)
+    config.validate()
+    assert (config.method, config.lora_r, config.lora_alpha, config.lora_dropout) == ("lora", 16, 16, 0)
+    assert (config.target_modules, config.max_seq_length, config.learning_rate) == ("all-linear", 2048, 2e-4)
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (2, 4)
+    assert (config.weight_decay, config.max_grad_norm, config.seed, config.resume) == (0.01, 1.0, 3407, "never")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": ""}, ["model is missing", "--model"]),
+        ({"data": ""}, ["data is missing", "--data"]),
+        ({"output_dir": ""}, ["output_dir is missing"]),
+        ({"method": "qlora"}, ["method='qlora' is not in this release", "method=lora"]),
+        ({"optim": "adamw_8bit"}, ["optim='adamw_8bit' is not in this release", "optim=adamw"]),
+        ({"optim": "sgd"}, ["optim='sgd' is not one of adamw"]),
+        ({"remat": "auto"}, ["remat='auto' is not in this release"]),
+        ({"remat": "offload"}, ["remat='offload' is not in this release"]),
+        ({"long_rows": "split"}, ["long_rows='split' is not in this release"]),
+        ({"dtype": "float16"}, ["dtype='float16'", "underflow", "use bfloat16"]),
+        ({"mesh": "fsdp=2"}, ["mesh='fsdp=2'", "not in this release"]),
+        ({"mesh": "data=2,tensor=2"}, ["tensor above 1 is not in this release"]),
+        ({"mesh": "data=two"}, ["mesh='data=two'", "data=N"]),
+        ({"mesh": "data=0"}, ["mesh='data=0'"]),
+        ({"lora_r": 0}, ["lora_r=0", "1 or more"]),
+        ({"lora_r": 8.5}, ["lora_r=8.5 is not a whole number"]),
+        ({"lora_alpha": 0}, ["lora_alpha=0", "more than 0"]),
+        ({"lora_dropout": 1.0}, ["lora_dropout=1.0", "less than 1"]),
+        ({"lora_dropout": -0.1}, ["lora_dropout=-0.1"]),
+        ({"rank_pattern": {"q_proj": 0}}, ["rank_pattern", "'q_proj'"]),
+        ({"rank_pattern": {"q_proj": 1.5}}, ["rank_pattern", "whole number"]),
+        ({"alpha_pattern": {"q_proj": -1}}, ["alpha_pattern", "'q_proj'"]),
+        ({"layers_to_transform": (-1,)}, ["layers_to_transform=[-1]", "count from 0"]),
+        ({"target_modules": ()}, ["target_modules=()"]),
+        ({"method": "full", "lora_r": 8}, ["lora_r=8", "method=lora"]),
+        ({"method": "full", "adapter": "a"}, ["adapter='a'", "method=lora"]),
+        ({"max_seq_length": 1}, ["max_seq_length=1", "2 or more"]),
+        ({"per_device_train_batch_size": 0}, ["per_device_train_batch_size=0"]),
+        ({"gradient_accumulation_steps": -4}, ["gradient_accumulation_steps=-4"]),
+        ({"num_train_epochs": 0}, ["num_train_epochs=0", "more than 0"]),
+        ({"max_steps": 0}, ["max_steps=0", "1 or more"]),
+        ({"learning_rate": -1e-4}, ["learning_rate=-0.0001", "0 or more"]),
+        ({"learning_rate": float("inf")}, ["learning_rate=inf", "finite"]),
+        ({"lr_scheduler_type": "polynomial"}, ["lr_scheduler_type='polynomial'", "cosine"]),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 5}, ["warmup_steps=5", "constant_with_warmup"]),
+        ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, ["warmup_ratio=0.1", "constant_with_warmup"]),
+        ({"warmup_steps": 5, "warmup_ratio": 0.1}, ["warmup_steps=5", "warmup_ratio=0.1", "give one"]),
+        ({"warmup_ratio": 1.0}, ["warmup_ratio=1.0", "less than 1"]),
+        ({"adam_beta1": 1.0}, ["adam_beta1=1.0"]),
+        ({"adam_epsilon": 0.0}, ["adam_epsilon=0.0"]),
+        ({"max_grad_norm": -1.0}, ["max_grad_norm=-1.0"]),
+        ({"seed": -1}, ["seed=-1"]),
+        ({"save_total_limit": 0}, ["save_total_limit=0"]),
+        ({"logging_steps": 0}, ["logging_steps=0"]),
+        ({"report_to": "mlflow"}, ["report_to='mlflow'", "tensorboard"]),
+        ({"eval_steps": 5}, ["eval_steps=5 without eval_data"]),
+        ({"resume": "auto", "overwrite_output_dir": True}, ["resume='auto'", "overwrite_output_dir"]),
+    ],
+)
+def test_an_impossible_or_contradictory_setting_is_refused_by_name(changes, words):
+    with pytest.raises(UserError) as error:
+        TrainConfig(**{**GIVEN, **changes}).validate()
+    for word in words:
+        assert word in str(error.value)
+    assert len(str(error.value).splitlines()) <= 3
+
+
+def test_a_written_config_reads_back_as_the_same_run(tmp_path):
+    config = TrainConfig(
+        **GIVEN, target_modules=("q_proj", "v_proj"), rank_pattern={"q_proj": 4}, adam_epsilon=1e-8, eval_data="e.jsonl"
+    )
+    config.validate()
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config.to_dict()))
+    assert parse(TrainConfig, ["--config", str(file)])[0] == config
