@@ -35,7 +35,7 @@ class TrainConfig:
     alpha_pattern: dict[str, float] = setting({}, "alphas that differ by module, as JSON")
     modules_to_save: tuple[str, ...] | None = setting(None, "trained in full beside the adapters: embed_tokens,lm_head")
 
-    data_format: Literal["auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text"] = setting(
+    data_format: Literal["auto", "messages", "conversations", "prompt", "alpaca", "text"] = setting(
         "auto", "form of the rows; auto recognises it by their keys"
     )
     max_seq_length: int = setting(2048, "longest row, in tokens", minimum=2)
@@ -73,10 +73,10 @@ class TrainConfig:
     dtype: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "dtype of the frozen weights and the activations", later={"float16": f"{_FLOAT16}; use bfloat16"}
     )
-    remat: str = setting(
+    remat: Literal["none", "full", "attention", "no_matmul"] = setting(
         "none",
-        "what the backward recomputes: none, full, or the name of a policy",
-        later={"auto": "name a policy: none or full", "offload": "use remat=full"},
+        "what the backward recomputes: nothing, all but the layers' inputs, all but attention, all but matmuls",
+        later={"auto": "name a policy: none, full, attention or no_matmul", "offload": "use remat=full"},
     )
     mesh: str = setting("data=1", "devices by axis; data=N splits the batch over N devices")
 

@@ -5,6 +5,7 @@ import yaml
 
 from fastjax.cli import parse
 from fastjax.errors import UserError
+from fastjax.settings import field_types
 from fastjax.train.config import TrainConfig
 
 GIVEN = {"model": "m", "data": "d.jsonl", "output_dir": "out"}
@@ -77,6 +78,12 @@ def test_an_impossible_or_contradictory_setting_is_refused_by_name(changes, word
     for word in words:
         assert word in str(error.value)
     assert len(str(error.value).splitlines()) <= 3
+
+
+def test_the_remat_names_are_those_of_the_models_room():
+    from fastjax.models.remat import POLICIES
+
+    assert field_types(TrainConfig)["remat"].__args__ == tuple(POLICIES)
 
 
 def test_a_written_config_reads_back_as_the_same_run(tmp_path):
