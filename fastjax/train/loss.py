@@ -1,0 +1,93 @@
+"""The sum of target losses of one micro-batch. The shift by one token happens here and nowhere else."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from fastjax.kernels.linear_cross_entropy import linear_cross_entropy
+from fastjax.models.decoder import CausalLM
+from fastjax.train.mesh import BATCH_AXES, num_batch_shards
+
+# A stream of its own for the head's dropout; the decoder derives its layers' keys from the same micro-batch key.
+_HEAD_STREAM = 0x6EAD
+
+
+def shifted_targets(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """What each position has to predict, and whether it counts.
+
+    Position t predicts token t + 1 where that token is a target and belongs to the same document; the last position
+    predicts nothing. Rolling instead of cutting keeps T, and with it the layout of the hidden states.
+
+    Args:
+      batch: input_ids [B, T] int32, loss_mask [B, T] bool (this token is a target), segment_ids [B, T] int32, 0 being
+        padding.
+    Returns: targets [B, T] int32; counts [B, T] bool.
+    """
+    ids, mask, segments = batch["input_ids"], batch["loss_mask"], batch["segment_ids"]
+    targets = jnp.roll(ids, -1, axis=1)
+    counts = jnp.roll(mask, -1, axis=1) & (jnp.roll(segments, -1, axis=1) == segments) & (segments > 0)
+    return targets, counts.at[:, -1].set(False)
+
+
+def head_is_trained(model: CausalLM, trainable: Any) -> bool:
+    """Whether the head's own weight (the embedding's, if tied) is among the trainable leaves."""
+    owner = "embed_tokens" if model.lm_head is None else "lm_head"
+    return owner in trainable and "weight" in trainable[owner]
+
+
+def loss_sum(
+    model: CausalLM,
+    batch: dict[str, jax.Array],
+    *,
+    mesh: Mesh,
+    train_head: bool = False,
+    dropout_rng: jax.Array | None = None,
+    remat: str = "none",
+) -> tuple[jax.Array, jax.Array]:
+    """Summed cross-entropy over the targets of a micro-batch, and their number.
+
+    Full logits never exist: the head's matmul lives inside the chunked loss.
+
+    Args:
+      batch: see `shifted_targets`.
+      mesh: rows are split over its data-parallel axes.
+      train_head: whether the head's weight gets a gradient.
+      dropout_rng: key of this micro-batch; None means no dropout.
+    Returns: float32 scalar, int32 scalar.
+    """
+    hidden = model.hidden_states(
+        batch["input_ids"], segment_ids=batch["segment_ids"], dropout_rng=dropout_rng, remat=remat
+    )
+    weight = model.head_weight()
+    lora = None if model.lm_head is None else model.lm_head.lora
+    if lora is not None:
+        # W h + B p is one product of joined matrices: [W, B] [h, p], so the adapter needs no logits of its own.
+        rng = None if dropout_rng is None else jax.random.fold_in(dropout_rng, _HEAD_STREAM)
+        projected = lora.project(hidden, rng)
+        hidden = jnp.concatenate([hidden, projected], axis=-1)
+        weight = jnp.concatenate([weight.astype(hidden.dtype), lora.lora_b[...].astype(hidden.dtype)], axis=-1)
+    targets, counts = shifted_targets(batch)
+
+    def local_sum(hidden: jax.Array, weight: jax.Array, targets: jax.Array, counts: jax.Array) -> jax.Array:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        weights = counts.reshape(-1).astype(jnp.float32)
+        train_weight = train_head or lora is not None
+        return linear_cross_entropy(flat, weight, targets.reshape(-1), weights, train_weight=train_weight)
+
+    if num_batch_shards(mesh) > 1:
+        # The loss moves targets to the front; over all devices' tokens that would gather every activation. So each
+        # device sums its own rows. A psum inside would count the head's gradient once per device.
+        rows = PartitionSpec(BATCH_AXES)
+        local = jax.shard_map(
+            lambda *args: local_sum(*args)[None],
+            mesh=mesh,
+            in_specs=(rows, PartitionSpec(), rows, rows),
+            out_specs=rows,
+            check_vma=False,
+        )
+        total = jnp.sum(local(hidden, weight, targets, counts))
+    else:
+        total = local_sum(hidden, weight, targets, counts)
+    return total, jnp.sum(counts, dtype=jnp.int32)

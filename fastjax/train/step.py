@@ -1,0 +1,95 @@
+"""The training step and the evaluation step: pure functions, jitted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from fastjax.train.loss import head_is_trained, loss_sum
+from fastjax.train.mesh import replicated
+from fastjax.train.optim import step_count
+
+Metrics = dict[str, jax.Array]
+TrainStep = Callable[..., tuple[Any, Any, Metrics]]
+EvalStep = Callable[..., Metrics]
+
+
+def make_train_step(
+    graphdef: Any, optimizer: optax.GradientTransformation, *, mesh: Mesh, remat: str = "none"
+) -> TrainStep:
+    """The jitted function (trainable, opt_state, frozen, batch, rng) -> (trainable, opt_state, metrics).
+
+    With micro-batches a, target sets T_a and losses l: g = sum_a grad sum_{T_a} l / sum_a |T_a|. The division happens
+    once, by the targets of the whole optimiser step, so a row weighs the same wherever the batch is cut.
+
+    `trainable` and `opt_state` are donated. `nnx.merge(graphdef, trainable, frozen)` is the model. `batch` holds
+    [A, B, T] arrays (see `loss.shifted_targets`); A micro-batches run one after the other. `rng` is the run's key: the
+    key of a micro-batch follows from it, the optimiser step and the micro-batch's number.
+
+    Metrics stay on the device: loss_sum float32, num_target_tokens and num_tokens int32, grad_norm float32 (before
+    clipping, of the trainable leaves), finite bool (false if the loss or a gradient is NaN or infinite).
+    """
+
+    def micro_loss(
+        trainable: Any, frozen: Any, batch: dict[str, jax.Array], rng: jax.Array
+    ) -> tuple[jax.Array, Metrics]:
+        model = nnx.merge(graphdef, trainable, frozen)
+        train_head = head_is_trained(model, trainable)
+        total, targets = loss_sum(model, batch, mesh=mesh, train_head=train_head, dropout_rng=rng, remat=remat)
+        return total, {"loss_sum": total, "num_target_tokens": targets, "num_tokens": count_tokens(batch)}
+
+    gradient = jax.grad(micro_loss, has_aux=True)
+
+    def step(
+        trainable: Any, opt_state: Any, frozen: Any, batch: dict[str, jax.Array], rng: jax.Array
+    ) -> tuple[Any, Any, Metrics]:
+        rng = jax.random.fold_in(rng, step_count(opt_state))
+        num_micro = batch["input_ids"].shape[0]
+
+        def micro(index: jax.Array | int, one: dict[str, jax.Array]) -> tuple[Any, Metrics]:
+            gradients, sums = gradient(trainable, frozen, one, jax.random.fold_in(rng, index))
+            return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums
+
+        if num_micro == 1:
+            totals = micro(0, jax.tree.map(lambda x: x[0], batch))
+        else:
+            like = jax.eval_shape(micro, 0, jax.tree.map(lambda x: x[0], batch))
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+            totals, _ = jax.lax.scan(
+                lambda sums, inputs: (jax.tree.map(jnp.add, sums, micro(*inputs)), None),
+                zeros,
+                (jnp.arange(num_micro), batch),
+            )
+        gradients, metrics = totals
+        count = jnp.maximum(metrics["num_target_tokens"], 1)
+        gradients = jax.tree.map(lambda g: g / count, gradients)
+        grad_norm = optax.tree.norm(gradients)
+        metrics |= {"grad_norm": grad_norm, "finite": jnp.isfinite(metrics["loss_sum"]) & jnp.isfinite(grad_norm)}
+        updates, opt_state = optimizer.update(gradients, opt_state, trainable)
+        return optax.apply_updates(trainable, updates), opt_state, metrics
+
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=replicated(mesh))
+
+
+def make_eval_step(graphdef: Any, *, mesh: Mesh) -> EvalStep:
+    """The jitted function (trainable, frozen, batch) -> metrics: the training loss without dropout.
+
+    `batch` holds [1, B, T] arrays. Metrics: loss_sum float32, num_target_tokens and num_tokens int32.
+    """
+
+    def step(trainable: Any, frozen: Any, batch: dict[str, jax.Array]) -> Metrics:
+        model = nnx.merge(graphdef, trainable, frozen)
+        batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
+        total, targets = loss_sum(model, batch, mesh=mesh)
+        return {"loss_sum": total, "num_target_tokens": targets, "num_tokens": count_tokens(batch)}
+
+    return jax.jit(step, out_shardings=replicated(mesh))
+
+
+def count_tokens(batch: dict[str, jax.Array]) -> jax.Array:
+    """int32 scalar: the tokens of a batch, padding excluded."""
+    return jnp.sum(batch["segment_ids"] > 0, dtype=jnp.int32)
