@@ -1,6 +1,6 @@
 """The public function: input checks and the size of a chunk."""
 
-import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fastjax.kernels.linear_cross_entropy.chunked import linear_cross_entropy_chunked
@@ -47,7 +47,7 @@ def linear_cross_entropy(
         chunk_size = min(2048, max(128, num_tokens // 4))
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be at least 1")
-    targets = jax.lax.stop_gradient(targets)
+    hidden, weight, targets, loss_weights = map(jnp.asarray, (hidden, weight, targets, loss_weights))
     return linear_cross_entropy_chunked(
         hidden, weight.astype(hidden.dtype), targets, loss_weights, train_weight, softcap, min(chunk_size, num_tokens)
     )
