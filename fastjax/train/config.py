@@ -12,17 +12,72 @@ _FLOAT16 = "there is no loss scaling here, so float16 gradients underflow, and e
 
 
 @dataclasses.dataclass
-class TrainConfig:
-    """The settings of one run; `validate` refuses what is impossible or contradictory."""
+class RowConfig:
+    """What training and evaluation are told alike: the model, the rows, and how rows become tokens."""
 
     model: str = setting("", "HF folder, hub id or .gguf file of the base model")
-    data: str = setting("", "training rows: a .jsonl, .json, .csv or .parquet file, or a hub id")
+    data: str = setting("", "rows: a .jsonl, .json, .csv or .parquet file, or a hub id")
+    adapter: str | None = setting(None, "adapter folder; its own rank, alpha and targets are used")
+
+    data_format: Literal["auto", "messages", "conversations", "prompt", "alpaca", "text"] = setting(
+        "auto", "form of the rows; auto recognises it by their keys"
+    )
+    max_seq_length: int = setting(2048, "longest row, in tokens", minimum=2)
+    train_on: Literal["responses", "all"] = setting("responses", "which tokens are targets")
+    long_rows: Literal["truncate", "drop", "error"] = setting(
+        "truncate",
+        "what happens to rows above max_seq_length",
+        later={"split": "use long_rows=truncate, drop or error"},
+    )
+    per_device_eval_batch_size: int = setting(8, "rows per data-parallel rank in evaluation", minimum=1)
+    dtype: Literal["bfloat16", "float32"] = setting(
+        "bfloat16", "dtype of the frozen weights and the activations", later={"float16": f"{_FLOAT16}; use bfloat16"}
+    )
+    mesh: str = setting("data=1", "devices by axis; data=N splits the batch over N devices")
+
+    def validate(self) -> None:
+        """Check every value alone and the values together.
+
+        Raises: UserError that names the setting, its value, the rule and the way out.
+        """
+        check_all(self)
+        self._require("model", "the base model")
+        self._require("data", "the rows")
+        self.data_parallel_size  # noqa: B018  (parses mesh, raises)
+
+    def _require(self, name: str, what: str) -> None:
+        if not getattr(self, name):
+            raise UserError(f"{name} is missing; give {what} as --{name} or in --config")
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of devices on the mesh's data axis. Raises: UserError for a mesh that this release does not have."""
+        axes: dict[str, int] = {}
+        for part in self.mesh.split(","):
+            found = re.fullmatch(r"\s*(data|fsdp|tensor)\s*=\s*(\d+)\s*", part)
+            if not found or found[1] in axes or int(found[2]) < 1:
+                raise UserError(f"mesh={self.mesh!r} is not understood at {part!r}; write data=N with N of 1 or more")
+            axes[found[1]] = int(found[2])
+        for axis in ("fsdp", "tensor"):
+            if axes.get(axis, 1) > 1:
+                raise UserError(f"mesh={self.mesh!r}: {axis} above 1 is not in this release; use data=N")
+        return axes.get("data", 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as YAML and JSON hold them; `--config` reads them back to the same run."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+@dataclasses.dataclass
+class TrainConfig(RowConfig):
+    """The settings of one run; `validate` refuses what is impossible or contradictory."""
+
     output_dir: str = setting("", "folder of the run: config, metrics, checkpoints, adapter")
 
     method: Literal["lora", "full"] = setting(
         "lora", "train low-rank adapters, or every weight", later={"qlora": _FOUR_BIT}
     )
-    adapter: str | None = setting(None, "adapter folder to go on from; its own rank, alpha and targets are used")
     lora_r: int = setting(16, "rank of the adapters", minimum=1)
     lora_alpha: float = setting(16.0, "adapter scale is lora_alpha / lora_r", above=0)
     lora_dropout: float = setting(0.0, "dropout on the adapters' input", minimum=0, below=1)
@@ -35,21 +90,10 @@ class TrainConfig:
     alpha_pattern: dict[str, float] = setting({}, "alphas that differ by module, as JSON")
     modules_to_save: tuple[str, ...] | None = setting(None, "trained in full beside the adapters: embed_tokens,lm_head")
 
-    data_format: Literal["auto", "messages", "conversations", "prompt", "alpaca", "text"] = setting(
-        "auto", "form of the rows; auto recognises it by their keys"
-    )
-    max_seq_length: int = setting(2048, "longest row, in tokens", minimum=2)
-    train_on: Literal["responses", "all"] = setting("responses", "which tokens are targets")
-    long_rows: Literal["truncate", "drop", "error"] = setting(
-        "truncate",
-        "what happens to rows above max_seq_length",
-        later={"split": "use long_rows=truncate, drop or error"},
-    )
     eval_data: str | None = setting(None, "rows to evaluate on")
     eval_steps: int | None = setting(None, "evaluate every N optimiser steps (at the end in any case)", minimum=1)
 
     per_device_train_batch_size: int = setting(2, "rows per data-parallel rank and micro-batch", minimum=1)
-    per_device_eval_batch_size: int = setting(8, "rows per data-parallel rank in evaluation", minimum=1)
     gradient_accumulation_steps: int = setting(4, "micro-batches per optimiser step", minimum=1)
     num_train_epochs: float = setting(1.0, "passes over the data", above=0)
     max_steps: int | None = setting(None, "optimiser steps; overrides num_train_epochs", minimum=1)
@@ -70,15 +114,11 @@ class TrainConfig:
     adam_epsilon: float = setting(1e-8, "AdamW's epsilon", above=0)
     seed: int = setting(3407, "seed of adapters, order of rows, and dropout", minimum=0)
 
-    dtype: Literal["bfloat16", "float32"] = setting(
-        "bfloat16", "dtype of the frozen weights and the activations", later={"float16": f"{_FLOAT16}; use bfloat16"}
-    )
     remat: Literal["none", "full", "attention", "no_matmul"] = setting(
         "none",
         "what the backward recomputes: nothing, all but the layers' inputs, all but attention, all but matmuls",
         later={"auto": "name a policy: none, full, attention or no_matmul", "offload": "use remat=full"},
     )
-    mesh: str = setting("data=1", "devices by axis; data=N splits the batch over N devices")
 
     logging_steps: int = setting(1, "log every N optimiser steps", minimum=1)
     save_steps: int = setting(500, "checkpoint every N optimiser steps (at the end in any case)", minimum=1)
@@ -89,17 +129,10 @@ class TrainConfig:
     sample_prompt: str | None = setting(None, "print the greedy answer to this before and after training")
 
     def validate(self) -> None:
-        """Check every value alone and the values together.
-
-        Raises: UserError that names the setting, its value, the rule and the way out.
-        """
-        check_all(self)
-        for name, what in (("model", "the base model"), ("data", "the training rows"), ("output_dir", "the run")):
-            if not getattr(self, name):
-                raise UserError(f"{name} is missing; give {what} as --{name} or in --config")
+        super().validate()
+        self._require("output_dir", "the folder of the run")
         self._validate_schedule()
         self._validate_lora()
-        self.data_parallel_size  # noqa: B018  (parses mesh, raises)
         if self.eval_steps is not None and self.eval_data is None:
             raise UserError(f"eval_steps={self.eval_steps} without eval_data; name the rows with eval_data")
         if self.resume != "never" and self.overwrite_output_dir:
@@ -134,25 +167,6 @@ class TrainConfig:
                     raise UserError(f"{name} gives {module!r} the value {value}; {rule}")
         if any(layer < 0 for layer in self.layers_to_transform or ()):
             raise UserError(f"layers_to_transform={list(self.layers_to_transform or ())}; layers count from 0")
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of devices on the mesh's data axis. Raises: UserError for a mesh that this release does not have."""
-        axes: dict[str, int] = {}
-        for part in self.mesh.split(","):
-            found = re.fullmatch(r"\s*(data|fsdp|tensor)\s*=\s*(\d+)\s*", part)
-            if not found or found[1] in axes or int(found[2]) < 1:
-                raise UserError(f"mesh={self.mesh!r} is not understood at {part!r}; write data=N with N of 1 or more")
-            axes[found[1]] = int(found[2])
-        for axis in ("fsdp", "tensor"):
-            if axes.get(axis, 1) > 1:
-                raise UserError(f"mesh={self.mesh!r}: {axis} above 1 is not in this release; use data=N")
-        return axes.get("data", 1)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The settings as YAML and JSON hold them; `--config` reads them back to the same run."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 LORA_SETTINGS = (
