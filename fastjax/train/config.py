@@ -154,7 +154,7 @@ class TrainConfig(RowConfig):
 
     def _validate_lora(self) -> None:
         if self.method == "full":
-            changed = [name for name in LORA_SETTINGS if getattr(self, name) != _default(name)]
+            changed = [name for name in LORA_SETTINGS if getattr(self, name) != default_of(name)]
             if changed:
                 raise UserError(
                     f"{changed[0]}={getattr(self, changed[0])!r} belongs to method=lora, and method=full trains every "
@@ -169,6 +169,7 @@ class TrainConfig(RowConfig):
             raise UserError(f"layers_to_transform={list(self.layers_to_transform or ())}; layers count from 0")
 
 
+# The first is ours alone, the next two have shorter names in PEFT, the others the same.
 LORA_SETTINGS = (
     "adapter",
     "lora_r",
@@ -183,6 +184,7 @@ LORA_SETTINGS = (
 )
 
 
-def _default(name: str) -> Any:
+def default_of(name: str) -> Any:
+    """A training setting's value when nothing is said."""
     field = TrainConfig.__dataclass_fields__[name]
     return {} if field.default is dataclasses.MISSING else field.default
