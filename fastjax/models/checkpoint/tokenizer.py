@@ -8,6 +8,7 @@ post-processor included.
 """
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from fastjax.models.checkpoint.source import Checkpoint
+
+# When it is imported, transformers advises to install torch, which is missing on purpose.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def load_tokenizer(model: "str | Path | Checkpoint") -> "PreTrainedTokenizerFast":
