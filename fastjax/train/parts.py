@@ -85,7 +85,7 @@ def evaluate_model(model: "CausalLM", rows: "TokenisedDataset", batch_size: int,
     from fastjax.train.mesh import num_batch_shards, replicated
     from fastjax.train.step import make_eval_step
 
-    graphdef, trainable, frozen = nnx.split(model, nnx.Any(LoraParam, TrainedParam), ...)
+    graphdef, trainable, frozen = nnx.split(model, nnx.Any(LoraParam, TrainedParam), ...)  # type: ignore[misc]
     trainable, frozen = jax.device_put((trainable, frozen), replicated(mesh))
     with eval_batches(rows, batch_size * num_batch_shards(mesh)) as batches:
         result = evaluate(make_eval_step(graphdef, mesh=mesh), trainable, frozen, batches, mesh=mesh)
