@@ -64,8 +64,12 @@ class RowConfig:
         return axes.get("data", 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as YAML and JSON hold them; `--config` reads them back to the same run."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        """The settings as YAML and JSON hold them; `--config` reads them back to the same run.
+
+        What to do with an earlier run is left out: it belongs to one start, and would delete that run at the next.
+        """
+        starts = ("resume", "overwrite_output_dir")
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in starts}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 

@@ -30,12 +30,12 @@ class Base:
     tokenizer: "PreTrainedTokenizerFast"
 
 
-def open_base(model: str, adapter: str | None = None) -> Base:
+def open_base(model: str, adapter: str | None = None, revision: str | None = None) -> Base:
     """The base model, with the tokenizer that its adapter was trained with if the adapter's folder holds one.
 
     Raises: UserError for a missing or unsound model, tokenizer or adapter folder.
     """
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, revision)
     config = ModelConfig.from_hf(checkpoint.config)
     source: Any = checkpoint
     if adapter is not None:
@@ -130,3 +130,49 @@ def check_targets(lora: "LoraConfig", config: ModelConfig, *, strict: bool = Tru
     from fastjax.models.lora_config import plan_adapter
 
     plan_adapter(lora, CausalLM.abstract(config), strict=strict)
+
+
+def settings_of(lora: "LoraConfig | None") -> dict[str, Any]:
+    """A LoraConfig under the names of the run's settings; method=full for None."""
+    if lora is None:
+        return {"method": "full"}
+    return {name: getattr(lora, "r" if name == "lora_r" else name) for name in LORA_SETTINGS[1:]} | {"method": "lora"}
+
+
+def base_of_adapter(adapter: str) -> str:
+    """The base model that an adapter folder names. Raises: UserError if it names none."""
+    from fastjax.models.checkpoint.files import read_json
+
+    file = adapter_folder(adapter) / "adapter_config.json"
+    name = read_json(file).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{file} has no base_model_name_or_path; load the base model, and the adapter by --adapter")
+    return name
+
+
+def eos_token_ids(base: Base) -> tuple[int, ...]:
+    """Every token that ends an answer: those of generation_config, of config.json, and the tokenizer's."""
+    found: list[int] = []
+    for value in (
+        (base.checkpoint.generation_config or {}).get("eos_token_id"),
+        base.checkpoint.config.get("eos_token_id"),
+        base.tokenizer.eos_token_id,
+    ):
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(found))
+
+
+def answer(model: "CausalLM", base: Base, prompts: list[Any], **sampling: Any) -> list[str]:
+    """The model's answers as text, without special tokens.
+
+    Args:
+      prompts: strings or lists of messages; a string is one user message where the tokenizer has a chat template.
+      sampling: as `fastjax.models.generation.generate` takes it.
+    """
+    from fastjax.models.generation import generate
+    from fastjax.train.data import prompt_ids
+
+    chat = bool(base.tokenizer.chat_template)
+    ids = [prompt_ids(base.tokenizer, prompt, chat or not isinstance(prompt, str)) for prompt in prompts]
+    new = generate(model, ids, eos_token_ids=eos_token_ids(base), **sampling)
+    return [str(base.tokenizer.decode(row, skip_special_tokens=True)) for row in new]
