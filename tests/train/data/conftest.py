@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 SENTENCES = [
@@ -11,6 +11,7 @@ SENTENCES = [
     "What is the capital of France? The capital of France is Paris.",
     "How many apples are left? There are 12 apples left in the basket.",
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.",
+    "Line one.\n\nLine two.\n\n\nLine  three   has    spaces.\n\n",
 ]
 
 CHATML = (
@@ -56,17 +57,22 @@ TOOLS = (
 )
 
 
-def byte_level(specials, sentences=SENTENCES, vocab_size=420):
+def byte_level(specials, pattern=None):
+    """Byte-level BPE; words are split as in GPT-2, or by `pattern`."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pattern:
+        words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([words, in_bytes])
     backend.decoder = decoders.ByteLevel()
     # This post-processor trims white space out of the offsets, as in GPT-2's file.
     backend.post_processor = processors.ByteLevel(trim_offsets=True)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+        vocab_size=420, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator(sentences, trainer)
+    backend.train_from_iterator(SENTENCES, trainer)
     return backend
 
 
@@ -126,13 +132,24 @@ def mistral(templates):
     return wrap(backend, templates["mistral"], bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>")
 
 
-@pytest.fixture(scope="session")
-def llama3(templates):
+def llama3_style(template, pattern):
     specials = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    backend = byte_level(specials)
+    backend = byte_level(specials, pattern)
     bos = (specials[0], 0)
     backend.post_processor = processors.TemplateProcessing(single=f"{specials[0]} $A", special_tokens=[bos])
-    return wrap(backend, templates["llama3"], bos_token=specials[0], eos_token="<|eot_id|>")
+    return wrap(backend, template, bos_token=specials[0], eos_token="<|eot_id|>")
+
+
+@pytest.fixture(scope="session")
+def llama3(templates):
+    """White space up to a newline is one word, so that a header's two newlines are one token before any answer."""
+    return llama3_style(templates["llama3"], r" ?[^\s]+|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+@pytest.fixture(scope="session")
+def llama3_gpt2_words(templates):
+    """The two newlines of a header are one token at the end of a prompt, and two before a letter."""
+    return llama3_style(templates["llama3"], None)
 
 
 @pytest.fixture(scope="session")
@@ -161,10 +178,16 @@ def merging():
 
 
 @pytest.fixture(scope="session")
-def every_tokenizer(chatml, mistral, llama3, zephyr, plain, merging):
+def every_tokenizer(chatml, mistral, llama3, llama3_gpt2_words, zephyr, plain, merging):
     return {
-        "chatml": chatml, "mistral": mistral, "llama3": llama3, "zephyr": zephyr, "plain": plain, "merging": merging
-    }  # fmt: skip
+        "chatml": chatml,
+        "mistral": mistral,
+        "llama3": llama3,
+        "llama3_gpt2_words": llama3_gpt2_words,
+        "zephyr": zephyr,
+        "plain": plain,
+        "merging": merging,
+    }
 
 
 @pytest.fixture

@@ -122,6 +122,16 @@ def test_joins_that_merge_train_every_character_after_the_prompt_of_inference(me
     assert dataset[0].loss_mask.tolist() == [False] * len(prompt) + [True] * len(learned)
 
 
+def test_prompt_that_reads_differently_before_an_answer_is_tokenised_as_at_inference(llama3_gpt2_words):
+    """No token spans the join here, and yet the ids before it are other ones when an answer follows."""
+    row = load([chat("a", "four")], llama3_gpt2_words)[0]
+    prompt = prompt_ids(llama3_gpt2_words, "a", chat=True)
+    whole = llama3_gpt2_words.apply_chat_template(chat("a", "four")["messages"], return_dict=False)
+    assert llama3_gpt2_words.decode(prompt[-1]) == "\n\n"
+    assert whole[: len(prompt)] != prompt
+    assert row.input_ids[: len(prompt)].tolist() == prompt
+
+
 def test_later_prompts_equal_those_that_generation_makes_from_the_history(merging):
     messages = chat("x", "\nxe", "x", "\n\n.", "e", ".mm")["messages"]
     ids = load([{"messages": messages}], merging)[0].input_ids.tolist()

@@ -31,7 +31,7 @@ def random_text(rng, tokenizer):
     return "".join(rng.choice(pieces) for _ in range(rng.randint(1, 14)))
 
 
-@pytest.mark.parametrize("name", ["chatml", "mistral", "llama3", "plain", "merging"])
+@pytest.mark.parametrize("name", ["chatml", "mistral", "llama3", "llama3_gpt2_words", "plain", "merging"])
 def test_one_cut_gives_the_prefixs_own_ids_and_keeps_the_whole_where_it_can(name, every_tokenizer):
     tokenizer = every_tokenizer[name]
     encoder = Encoder(tokenizer)

@@ -44,6 +44,7 @@ def test_eos_that_the_completion_brings_along_is_not_doubled_and_is_learned(plai
 
 
 def test_empty_completion_learns_to_stop(plain, targets):
+    assert targets(load([pair("a<|endoftext|>", "")], plain), plain) == ["<|endoftext|>"]
     assert targets(load([pair("a", "")], plain), plain) == ["<|endoftext|>"]
 
 
@@ -57,8 +58,16 @@ def test_merge_across_the_join_moves_no_target(merging):
 
 @pytest.mark.parametrize(
     ("prompt", "completion"),
-    [("two ", "and"), ("two", " and"), ("two \n", "\nand"), ("two\n\n", "and"), ("tw", "o and"), ("", "and"), ("t  ", "  a")],
-)  # fmt: skip
+    [
+        ("two ", "and"),
+        ("two", " and"),
+        ("two \n", "\nand"),
+        ("two\n\n", "and"),
+        ("tw", "o and"),
+        ("", "and"),
+        ("t  ", "  a"),
+    ],
+)
 @pytest.mark.parametrize("name", ["plain", "chatml", "llama3", "mistral"])
 def test_prompt_ids_are_those_of_inference_and_the_rest_is_the_completion(name, prompt, completion, every_tokenizer):
     tokenizer = every_tokenizer[name]
