@@ -20,6 +20,10 @@ _READ = frozenset({
 })  # fmt: skip
 
 
+# Relative; the factors are float32 quotients of float32 numbers.
+_ROUNDING = 1e-4
+
+
 def config_from_gguf(header: GgufHeader, rope_factors: np.ndarray | None) -> dict[str, Any]:
     """HF's config.json for the file.
 
@@ -33,7 +37,7 @@ def config_from_gguf(header: GgufHeader, rope_factors: np.ndarray | None) -> dic
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise UserError(f"{path} is of architecture {architecture!r}; only 'llama' is read from GGUF")
-    if metadata.get("split.count", 0) > 1:
+    if metadata.get("split.count", 0) not in (0, 1):
         raise UserError(f"{path} is one part of {metadata['split.count']}; join them with llama-gguf-split --merge")
     values = {key.removeprefix("llama."): value for key, value in metadata.items() if key.startswith("llama.")}
     # Counts of experts are written as 0 for a dense model; anything that is set has a meaning.
@@ -138,12 +142,13 @@ def _llama3(path: Any, theta: float, head_dim: int, factors: np.ndarray, values:
     factors = np.asarray(factors, np.float64)
     factor = float(factors.max(initial=1.0))
     frequencies = float(theta) ** -(np.arange(0, head_dim, 2) / head_dim)
-    if factors.shape != frequencies.shape or not np.all(np.isfinite(factors)) or factors.min() < 1 or factor == 1:
-        raise UserError(f"{path}: rope_freqs.weight of shape {list(factors.shape)} is no rescaling of {head_dim // 2}")
+    sound = factors.shape == frequencies.shape and np.all(np.isfinite(factors)) and factors.min() > 1 - _ROUNDING
+    if not sound or factor < 1 + _ROUNDING:
+        raise UserError(f"{path}: rope_freqs.weight does not hold {head_dim // 2} numbers of at least 1")
     candidates = [(8192.0, 4.0)]
     if isinstance(original := values.get("rope.scaling.original_context_length"), int):
         candidates.insert(0, (float(original), 4.0))
-    between = (factors > 1.0) & (factors < factor)
+    between = (factors > 1 + _ROUNDING) & (factors < factor * (1 - _ROUNDING))
     if between.sum() >= 2:
         blend = (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
         slope, intercept = np.polyfit(frequencies[between], blend, 1)
@@ -152,7 +157,7 @@ def _llama3(path: Any, theta: float, head_dim: int, factors: np.ndarray, values:
             candidates.append((slope * 2 * math.pi * (high - 1), high))
             candidates.append((float(round(candidates[-1][0])), float(round(high))))
     for original, high in sorted(candidates, key=lambda pair: pair[0] != round(pair[0])):
-        if high > 1 and np.allclose(_llama3_factors(frequencies, factor, original, high), factors, rtol=1e-4):
+        if high > 1 and np.allclose(_llama3_factors(frequencies, factor, original, high), factors, rtol=_ROUNDING):
             return {
                 "rope_type": "llama3",
                 "factor": _shortest(factor),

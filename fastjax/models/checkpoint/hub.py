@@ -21,6 +21,8 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
       revision: branch, tag or commit; only for a hub id.
     Raises: UserError if it is none of these, saying which of them was tried.
     """
+    if not model:
+        raise UserError("the model is an empty string: give a folder, a .gguf file or a hub id")
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

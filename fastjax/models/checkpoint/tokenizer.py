@@ -53,14 +53,14 @@ def load_tokenizer(model: "str | Path | Checkpoint") -> "PreTrainedTokenizerFast
 def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: str | Path) -> None:
     """Writes the tokenizer and its chat template into `folder`, in the form that transformers reads.
 
-    The template goes both into chat_template.jinja and into tokenizer_config.json, and the class gets the name it had
-    before transformers 5: older programs know only those.
+    The template goes both into chat_template.jinja and into tokenizer_config.json, where older programs look. The class
+    is always the plain one, under the name that transformers 4 knows too: then tokenizer.json decides, and whoever
+    reads the folder gets the ids of this tokenizer (LlamaTokenizer would rebuild it, and loses `legacy` on the way).
     """
     folder = Path(folder)
     tokenizer.save_pretrained(str(folder))
     config = read_json(folder / "tokenizer_config.json")
-    if config.get("tokenizer_class") == "TokenizersBackend":
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if (template := tokenizer.chat_template) is not None:
         named = isinstance(template, dict)
         config["chat_template"] = [{"name": k, "template": v} for k, v in template.items()] if named else template
