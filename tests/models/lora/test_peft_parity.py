@@ -38,12 +38,8 @@ CASES: dict[str, tuple[dict, dict, int]] = {
         {},
         8,
     ),
-    "full_names": ({"target_modules": ["model.layers.0.self_attn.q_proj", "layers.1.mlp.up_proj"]}, {}, 2),
-    "exclude": (
-        {"target_modules": ["o_proj", "up_proj"], "exclude_modules": ["layers.0.mlp.up_proj"]},
-        {},
-        3,
-    ),
+    "full_names": ({"target_modules": ["model.layers.0.self_attn.q_proj", "layers.1.self_attn.v_proj"]}, {}, 2),
+    "exclude": ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.0.self_attn.v_proj"]}, {}, 3),
     "head": ({"target_modules": ["q_proj", "lm_head"]}, {}, 3),
     "head_tied": ({"target_modules": ["q_proj", "lm_head"]}, TIED, 3),
     "save_both": ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}, {}, 2),
@@ -84,11 +80,22 @@ def case(request, tiny_hf, from_hf_model, peft_adapter, tmp_path_factory) -> Cas
     return Case(base, theirs, ours, load_adapter(ours, folder), num_modules)
 
 
-@partial(jax.jit, static_argnums=0)
+# Code that runs once is not worth optimising: half of the compile time.
+fast_compile = {"compiler_options": {"xla_backend_optimization_level": 0}, "static_argnums": 0}
+
+
+@partial(jax.jit, **fast_compile)
+def logits_of(graphdef: Any, state: Any, ids: jax.Array) -> jax.Array:
+    return nnx.merge(graphdef, state)(ids)
+
+
+@partial(jax.jit, **fast_compile)
 def loss_gradients_logits(graphdef: Any, trainable: Any, frozen: Any, ids: jax.Array) -> Any:
     def loss(trainable):
         logits = nnx.merge(graphdef, trainable, frozen)(ids)
-        losses = jax.nn.logsumexp(logits[:, :-1], -1) - jnp.take_along_axis(logits[:, :-1], ids[:, 1:, None], -1)[..., 0]
+        losses = (
+            jax.nn.logsumexp(logits[:, :-1], -1) - jnp.take_along_axis(logits[:, :-1], ids[:, 1:, None], -1)[..., 0]
+        )
         return jnp.mean(losses), logits
 
     (value, logits), gradients = jax.value_and_grad(loss, has_aux=True)(trainable)
@@ -100,14 +107,17 @@ def torch_logits(model: Any, ids: np.ndarray) -> np.ndarray:
         return model(torch.tensor(ids, dtype=torch.long)).logits.numpy()
 
 
-def reload_in_peft(base: Any, folder: Any) -> Any:
+def reload_in_peft(monkeypatch: pytest.MonkeyPatch, base: Any, folder: Any) -> Any:
     """The PeftModel of a folder, after checking that PEFT found every key and knew every key."""
+    results = []
+    load = peft.peft_model.set_peft_model_state_dict
+    keep = lambda *args, **kwargs: results.append(load(*args, **kwargs)) or results[-1]  # noqa: E731
+    monkeypatch.setattr(peft.peft_model, "set_peft_model_state_dict", keep)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder)
-        result = model.load_adapter(folder, adapter_name="again")
-    complaints = [str(w.message) for w in caught if "missing" in str(w.message) or "unexpected" in str(w.message)]
-    assert not complaints
+    assert not [w for w in caught if "missing" in str(w.message) or "unexpected" in str(w.message)]
+    (result,) = results
     assert not result.unexpected_keys
     assert not [key for key in result.missing_keys if "lora_" in key or "modules_to_save" in key]
     return model
@@ -143,12 +153,12 @@ def test_adapter_of_peft_gives_its_logits_and_gradients(case, ids, tmp_path):
         assert (ours[name] - gradient).abs().max().item() <= 1e-4 * scale, name
 
 
-def test_saved_adapter_loads_in_peft_with_no_missing_or_unexpected_key(case, ids, tmp_path):
+def test_saved_adapter_loads_in_peft_with_no_missing_or_unexpected_key(case, ids, tmp_path, monkeypatch):
     save_adapter(case.ours, case.config, tmp_path, "some/base")
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     assert set(written) <= set(peft.LoraConfig().to_dict())
     assert written["base_model_name_or_path"] == "some/base"
-    again = reload_in_peft(case.base, tmp_path)
+    again = reload_in_peft(monkeypatch, case.base, tmp_path)
     assert set(again.base_model.targeted_module_names) == set(case.theirs.base_model.targeted_module_names)
     np.testing.assert_array_equal(torch_logits(again, ids), torch_logits(case.theirs, ids))
 
@@ -156,11 +166,10 @@ def test_saved_adapter_loads_in_peft_with_no_missing_or_unexpected_key(case, ids
 def test_merged_model_equals_pefts_and_computes_the_adapted_logits(case, ids):
     adapted = torch_logits(case.theirs, ids)
     merged = merge_lora(case.ours, keep=True)
-    np.testing.assert_allclose(merged(jnp.asarray(ids)), adapted, atol=1e-5)
+    np.testing.assert_allclose(logits_of(*nnx.split(merged), jnp.asarray(ids)), adapted, atol=1e-5)
     tied_before = case.base.config.tie_word_embeddings
-    stays_tied = tied_before and (
-        case.config.ensure_weight_tying or not {"lm_head", "embed_tokens"} & {*case.config.target_modules, *(case.config.modules_to_save or ())}
-    )  # fmt: skip
+    on_tied_pair = {"lm_head", "embed_tokens"} & {*case.config.target_modules, *(case.config.modules_to_save or ())}
+    stays_tied = tied_before and (case.config.ensure_weight_tying or not on_tied_pair)
     assert merged.config.tie_word_embeddings == stays_tied
     assert (merged.lm_head is None) == stays_tied
     if "embed_tokens" not in (case.config.modules_to_save or ()):
