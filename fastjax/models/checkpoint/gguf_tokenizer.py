@@ -28,10 +28,10 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # How text is split before merging, by the name in tokenizer.ggml.pre.
-_REGEXES = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "smaug-bpe", "dbrx"), _LLAMA3),
-    "tekken": _TEKKEN,
-}
+_LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")
+_REGEXES = {**dict.fromkeys((*_LLAMA3_NAMES, "smaug-bpe", "dbrx"), _LLAMA3), "tekken": _TEKKEN}
+# Their vocabularies hold whole words that the merges cannot reach, and they begin with BOS unless the file says no.
+_WHOLE_WORDS = frozenset({*_LLAMA3_NAMES, "tekken"})
 _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 _GPT2 = frozenset(
     {"gpt-2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "gigachat", "jais", "trillion", "granite-docling"}
@@ -50,17 +50,22 @@ def tokenizer_from_gguf(path: Path) -> "PreTrainedTokenizerFast":
     tokens, kind = values.get("tokens"), values.get("model")
     if not isinstance(tokens, list) or kind not in ("gpt2", "llama"):
         raise UserError(f"{path} has a tokenizer of the kind {kind!r}; 'gpt2' and 'llama' are read")
-    tokenizer = _byte_level(path, values) if kind == "gpt2" else _sentencepiece(path, values)
-    _add_special(tokenizer, tokens, values.get("token_type") or [])
+    try:
+        tokenizer = _byte_level(path, values) if kind == "gpt2" else _sentencepiece(path, values)
+        _add_special(tokenizer, tokens, values.get("token_type") or [])
+    except UserError:
+        raise
+    except Exception as error:  # the tokenizers library raises plain Exception for merges that do not fit
+        raise UserError(f"{path}: its tokenizer cannot be built: {error}") from error
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     special = {}
     for name, key in names.items():
         index = values.get(f"{key}_token_id")
         if index is not None:
-            if not isinstance(index, int) or index >= len(tokens):
+            if not isinstance(index, int) or not 0 <= index < len(tokens):
                 raise UserError(f"{path}: {key}_token_id={index!r}, and there are {len(tokens)} tokens")
             special[name] = tokens[index]
-    _add_ends(tokenizer, special, values, default_bos=kind == "llama")
+    _add_ends(tokenizer, special, values, default_bos=kind == "llama" or values.get("pre") in _WHOLE_WORDS)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
@@ -78,8 +83,7 @@ def _byte_level(path: Path, values: Mapping[str, Any]) -> "Tokenizer":
         raise UserError(f"{path} has a gpt2 tokenizer without tokenizer.ggml.merges")
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     pre = values.get("pre")
-    # Llama 3's vocabulary holds whole words that its merges cannot reach.
-    model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre in _REGEXES)
+    model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre in _WHOLE_WORDS)
     tokenizer = Tokenizer(model)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _REGEXES)
     if pre in _REGEXES:

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fastjax.errors import UserError
 from fastjax.models.checkpoint.names import EMBEDDING, HEAD, check_names, places
 from fastjax.models.checkpoint.source import Checkpoint, TensorSource, open_checkpoint
 from fastjax.models.config import ModelConfig
@@ -27,9 +28,14 @@ def load_model(model: str | Checkpoint, dtype: Any = jnp.bfloat16, mesh: Mesh | 
       model: folder, .gguf file, hub id, or what `open_checkpoint` returned.
       dtype: bfloat16 or float32.
       mesh: devices that get a copy each; None means jax's default device.
-    Raises: UserError if the checkpoint is missing or unsound, its config is not supported, or its tensors do not fit
-      the config (file, key and expected shape are named).
+    Raises: UserError if the checkpoint is missing or unsound, its config is not supported, its tensors do not fit the
+      config (file, key and expected shape are named), or the dtype is another one.
     """
+    if jnp.dtype(dtype).name not in ("bfloat16", "float32"):
+        raise UserError(
+            f"dtype={jnp.dtype(dtype).name}: models compute in bfloat16 or float32. There is no loss scaling here, "
+            "which float16 needs, and every supported card has bfloat16."
+        )
     checkpoint = open_checkpoint(model) if isinstance(model, str) else model
     config = ModelConfig.from_hf(checkpoint.config)
     source = checkpoint.tensors

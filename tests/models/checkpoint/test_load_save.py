@@ -93,6 +93,19 @@ def test_half_precision_files_load_with_one_rounding(
     assert np.array_equal(np.asarray(weight[1]), expected)
 
 
+def test_float16_compute_is_refused_with_its_reason(hf_folder: Path) -> None:
+    with pytest.raises(UserError, match="dtype=float16: .*no loss scaling"):
+        load_model(str(hf_folder), jnp.float16)
+
+
+def test_under_a_mesh_every_device_holds_the_weights(hf_folder: Path) -> None:
+    mesh = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    model = load_model(str(hf_folder), jnp.float32, mesh)
+    leaves = jax.tree.leaves(nnx.state(model))
+    assert all(leaf.sharding.is_fully_replicated and leaf.sharding.mesh == mesh for leaf in leaves)
+    assert np.array_equal(logits(model), logits(load_model(str(hf_folder), jnp.float32)))
+
+
 def test_a_written_folder_gives_back_every_bit(folder: Path, tmp_path: Path) -> None:
     save_model(load_model(str(folder), jnp.float32), tmp_path / "out")
     before, after = read_safetensors(folder / "model.safetensors"), read_safetensors(tmp_path / "out/model.safetensors")

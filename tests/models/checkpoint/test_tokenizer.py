@@ -318,6 +318,11 @@ def test_a_gguf_tokenizer_that_is_not_known_says_so(tmp_path: Path) -> None:
     smollm2_like(tmp_path / "t")
     with pytest.warns(UserWarning, match="pre-tokenizer 'novel' is not known"):
         load_tokenizer(gguf_of(tmp_path / "a.gguf", tmp_path / "t", "gpt2", "novel"))
+    state = json.loads((tmp_path / "t/tokenizer.json").read_text())
+    state["model"]["merges"].append(["no", "such"])
+    (tmp_path / "t/tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match="its tokenizer cannot be built"):
+        load_tokenizer(gguf_of(tmp_path / "c.gguf", tmp_path / "t", "gpt2"))
     with pytest.raises(UserError, match="tokenizer of the kind 'bert'"):
         load_tokenizer(gguf_of(tmp_path / "b.gguf", tmp_path / "t", "bert"))
 
