@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from fastjax.cli import Options, run_command
+from fastjax.errors import NumericsError
 from fastjax.train.config import RowConfig
 
 
@@ -25,6 +26,8 @@ def evaluate(config: RowConfig, options: Options) -> None:
     if config.adapter is not None:
         load_adapter(model, config.adapter)
     result = evaluate_model(model, rows, config.per_device_eval_batch_size, mesh)
+    if not math.isfinite(result.loss):
+        raise NumericsError(f"eval_loss is {result.loss}; the model's weights, or the adapter's, are not finite")
     perplexity = math.exp(result.loss) if result.loss < 700 else math.inf
     if options.json:
         values = {"eval_loss": result.loss, "num_target_tokens": result.num_target_tokens, "perplexity": perplexity}

@@ -94,7 +94,8 @@ class LanguageModel:
             return self._continue_ids(input_ids, attention_mask, max_new_tokens, sampling)
         assert prompts is not None
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
-        answers = self._answer([prompts] if single else list(prompts), max_new_tokens, sampling)  # type: ignore[list-item]
+        texts: list[Any] = [prompts] if single else list(prompts)
+        answers = self._answer(texts, max_new_tokens, sampling)
         return answers[0] if single else answers
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None) -> None:
