@@ -161,7 +161,8 @@ class CausalLM(nnx.Module):
         Args:
           input_ids: [B, T] int32 in [0, V).
           positions: [B, T] int32, each token's position in its document; None means 0 .. T-1.
-          segment_ids: [B, T] int32; a token sees its own segment only. 0 marks padding. Not with a cache.
+          segment_ids: [B, T] int32; a token sees its own segment only. 0 marks padding, and
+            with a cache nothing else is read from them.
           cache: keys and values of earlier tokens; this call's are written at `positions`.
           dropout_rng: key of this call's LoRA dropout; None means none is dropped.
           remat: what the backward keeps, see `fastjax.models.remat.POLICIES`.

@@ -60,7 +60,8 @@ def generate(
     """
     check_sampling(temperature, top_k, top_p)
     limit = _checked_limit(model.config, max_new_tokens, max_length)
-    _check_prompts(prompts, model.config.vocab_size, limit)
+    for row, prompt in enumerate(prompts):
+        check_prompt(prompt, f"prompt {row}", model.config.vocab_size, limit)
     if not prompts:
         return []
     if max(map(len, prompts)) + max_new_tokens > limit:
@@ -97,6 +98,24 @@ def length_limit(config: ModelConfig) -> int:
     return int(config.max_position_embeddings * stretch)
 
 
+def check_prompt(prompt: Sequence[int], name: str, vocab_size: int, limit: int) -> None:
+    """Raises: UserError calling the prompt `name` if it is empty, leaves no room below `limit`, or has unknown ids."""
+    if len(prompt) == 0:
+        raise UserError(f"{name} has no tokens; a model needs at least one to go on from, such as its BOS")
+    if len(prompt) >= limit:
+        raise UserError(
+            f"{name} has {len(prompt)} tokens and rows hold at most {limit}, the answer included; "
+            f"shorten it to {limit - 1} or less"
+        )
+    # The embedding would clamp an id behind its end instead of complaining.
+    wrong = [token for token in prompt if not 0 <= token < vocab_size]
+    if wrong:
+        raise UserError(
+            f"{name} has the token id {wrong[0]}, outside the model's vocabulary of {vocab_size}; "
+            "use the tokenizer that belongs to the model"
+        )
+
+
 def round_width(width: int) -> int:
     """The next of 16, 24, 32, 48, 64, 96, 128, ...: powers of two and the middles between them."""
     power = max(_MIN_WIDTH, 1 << max(width - 1, 0).bit_length())
@@ -113,24 +132,6 @@ def _checked_limit(config: ModelConfig, max_new_tokens: int, max_length: int | N
     if not 2 <= max_length <= limit:
         raise UserError(f"max_length={max_length} must lie in [2, {limit}], {limit} being the model's limit")
     return int(max_length)
-
-
-def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, limit: int) -> None:
-    for row, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise UserError(f"prompt {row} is empty; a model needs at least one token to go on from, such as its BOS")
-        if len(prompt) >= limit:
-            raise UserError(
-                f"prompt {row} has {len(prompt)} tokens and rows hold at most {limit}, the answer included; "
-                f"shorten it to {limit - 1} or less"
-            )
-        # The embedding would clamp an id behind its end instead of complaining.
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise UserError(
-                f"prompt {row} has the token id {wrong}, outside the model's vocabulary of {vocab_size}; "
-                "use the tokenizer that belongs to the model"
-            )
 
 
 def _padded_batch(prompts: Sequence[Sequence[int]], max_new_tokens: int, limit: int) -> dict[str, np.ndarray]:

@@ -198,7 +198,7 @@ def test_bfloat16_models_generate_what_their_own_forward_pass_says(llama, from_h
 @pytest.mark.parametrize(
     ("prompts", "settings", "words"),
     [
-        ([[5], []], {}, "prompt 1 is empty"),
+        ([[5], []], {}, "prompt 1 has no tokens"),
         ([[5, 99]], {}, "prompt 0 has the token id 99, outside the model's vocabulary of 99"),
         ([[5, -1]], {}, "token id -1"),
         ([[5] * 64], {}, "prompt 0 has 64 tokens and rows hold at most 64"),
