@@ -12,9 +12,11 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers
 from flax import nnx
 from safetensors.torch import load_file
 
+from fastjax.models.checkpoint.save import save_model
 from fastjax.models.lora import adapted_modules, split_trainable
 from fastjax.models.merge import merge_lora
 from fastjax.models.peft_io import load_adapter, save_adapter
@@ -163,7 +165,7 @@ def test_saved_adapter_loads_in_peft_with_no_missing_or_unexpected_key(case, ids
     np.testing.assert_array_equal(torch_logits(again, ids), torch_logits(case.theirs, ids))
 
 
-def test_merged_model_equals_pefts_and_computes_the_adapted_logits(case, ids):
+def test_merged_model_equals_pefts_and_computes_the_adapted_logits(case, ids, tmp_path):
     adapted = torch_logits(case.theirs, ids)
     merged = merge_lora(case.ours, keep=True)
     np.testing.assert_allclose(logits_of(*nnx.split(merged), jnp.asarray(ids)), adapted, atol=1e-5)
@@ -174,6 +176,12 @@ def test_merged_model_equals_pefts_and_computes_the_adapted_logits(case, ids):
     assert (merged.lm_head is None) == stays_tied
     if "embed_tokens" not in (case.config.modules_to_save or ()):
         np.testing.assert_array_equal(merged.embed_tokens.weight[...], case.base.model.embed_tokens.weight.detach())
+    if tied_before:
+        save_model(merged, tmp_path / "merged")
+        reloaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged").eval()
+        np.testing.assert_allclose(torch_logits(reloaded, ids), adapted, atol=1e-5)
+        embedding = reloaded.get_input_embeddings().weight.detach()
+        np.testing.assert_array_equal(embedding, merged.embed_tokens.weight[...])
     if tied_before and "lm_head" in case.config.target_modules:
         return  # PEFT adds the head's update to the embedding as well, which the check above forbids
     with warnings.catch_warnings():

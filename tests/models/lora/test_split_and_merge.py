@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from fastjax.errors import UserError
+from fastjax.models.layers import Lora
 from fastjax.models.lora import LoraConfig, apply_lora, split_trainable
 from fastjax.models.merge import merge_lora
 
@@ -33,6 +34,16 @@ def adapted(model, **settings):
     """The model with an adapter that is not zero."""
     apply_lora(model, LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **settings), jax.random.key(0))
     return model
+
+
+def test_dropout_zeroes_inputs_of_the_adapter_at_its_rate_and_scales_the_rest():
+    lora = Lora(jnp.eye(64), jnp.eye(64), jnp.float32(3.0), dropout=0.25)
+    x = jnp.ones((100, 64))
+    dropped = np.asarray(lora(x, jax.random.key(0)))
+    assert set(np.unique(dropped)) == {0.0, np.float32(4.0)}
+    assert abs(np.mean(dropped == 0) - 0.25) < 0.02
+    assert (dropped != np.asarray(lora(x, jax.random.key(1)))).any()
+    np.testing.assert_array_equal(lora(x, None), 3 * x)
 
 
 def test_lora_trains_adapters_and_saved_modules_only(tied):
