@@ -18,8 +18,9 @@ from tqdm import tqdm
 from fastjax.errors import Interrupted, NumericsError, UserError
 from fastjax.models.decoder import CausalLM
 from fastjax.models.lora import LoraConfig, split_trainable
+from fastjax.models.remat import check_policy
 from fastjax.train.config import TrainConfig
-from fastjax.train.data import TokenisedDataset, eval_batches, steps_per_epoch, train_batches
+from fastjax.train.data import Batches, TokenisedDataset, eval_batches, steps_per_epoch, train_batches
 from fastjax.train.evaluate import EvalResult, evaluate
 from fastjax.train.interrupts import StopSignals
 from fastjax.train.mesh import make_mesh, num_batch_shards, put_batch, replicated
@@ -97,6 +98,7 @@ class Trainer:
             adam_epsilon=config.adam_epsilon,
         )
         check_writer(config.report_to)
+        check_policy(config.remat)
         self.folder = RunFolder(Path(config.output_dir))
         self.store = CheckpointStore(self.folder.checkpoints, config.save_total_limit)
         self.fingerprint = {
@@ -129,9 +131,19 @@ class Trainer:
         frozen = jax.device_put(frozen, replicated(self.mesh))
         # Lets go of the initial values that a checkpoint has replaced.
         nnx.update(self.model, state.trainable, frozen)
+        del trainable
+        batches = train_batches(
+            self.rows,
+            batch_size=self.batch_size,
+            accumulation=config.gradient_accumulation_steps,
+            seed=config.seed,
+        )
+        if state.position:
+            batches.set_state(state.position["data"])
+        # Everything that can be refused has been; from here on the folder changes.
         self.folder.start(config.to_dict(), keep=checkpoint is not None)
         self.store.discard_after(state.step)
-        run = _Run(self, graphdef, frozen, state)
+        run = _Run(self, graphdef, frozen, state, batches)
         try:
             with StopSignals() as stop:
                 result = run.steps(stop)
@@ -164,8 +176,8 @@ class Trainer:
 class _Run:
     """The moving parts of one `train` call."""
 
-    def __init__(self, trainer: Trainer, graphdef: Any, frozen: Any, state: TrainState) -> None:
-        self.trainer, self.config, self.mesh = trainer, trainer.config, trainer.mesh
+    def __init__(self, trainer: Trainer, graphdef: Any, frozen: Any, state: TrainState, batches: Batches) -> None:
+        self.trainer, self.config, self.mesh, self.batches = trainer, trainer.config, trainer.mesh, batches
         self.frozen, self.trainable, self.opt_state = frozen, state.trainable, state.opt_state
         self.rng, self.step = state.rng, state.step
         self.interval = Interval(**state.position.get("interval", {}))
@@ -174,14 +186,6 @@ class _Run:
         self.num_target_tokens = self.num_tokens = 0
         # Steps that the device may still be at: (step, their metrics there).
         self.pending: deque[tuple[int, Any]] = deque()
-        self.batches = train_batches(
-            trainer.rows,
-            batch_size=trainer.batch_size,
-            accumulation=self.config.gradient_accumulation_steps,
-            seed=self.config.seed,
-        )
-        if state.position:
-            self.batches.set_state(state.position["data"])
         self.train_step = make_train_step(graphdef, trainer.optimizer, mesh=self.mesh, remat=self.config.remat)
         self.eval_step = make_eval_step(graphdef, mesh=self.mesh)
         folder = trainer.folder

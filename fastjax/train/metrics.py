@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,15 +109,23 @@ class Writer(Protocol):
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path, step: int) -> None:
-        from tensorboardX import SummaryWriter
+    """Through tensorboard's own writer: tensorboardX imports torch where torch is installed."""
 
+    def __init__(self, folder: Path, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(folder))
         # Events of steps that a resumed run does again are hidden from there on.
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def write(self, line: Line) -> None:
-        for name, value in _scalars(line).items():
-            self._writer.add_scalar(name, value, line["step"])
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in _scalars(line).items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=line["step"], summary=Summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:
@@ -136,7 +145,7 @@ class _WeightsAndBiases:
         self._run.finish()
 
 
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 def check_writer(report_to: str) -> None:

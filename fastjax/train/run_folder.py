@@ -66,9 +66,7 @@ class RunFolder:
                 "delete it with --overwrite_output_dir, or give another folder"
             )
         if not self._is_run():
-            raise UserError(
-                f"output_dir={str(self.path)!r} holds files that no fastjax run wrote; give another folder"
-            )
+            raise UserError(f"output_dir={str(self.path)!r} holds files that no fastjax run wrote; give another folder")
         if checkpoint is not None and self.checkpoints.resolve() != checkpoint.resolve().parent:
             raise UserError(
                 f"resume={resume!r} is a checkpoint of another run than the one in output_dir={str(self.path)!r}; "

@@ -104,7 +104,7 @@ class CheckpointStore:
 
     def newest(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint whose files are all as written, and a word about each newer one that is not."""
-        complaints = []
+        complaints: list[str] = []
         for step in reversed(self.steps()):
             complaint = damage(self.path(step))
             if complaint is None:

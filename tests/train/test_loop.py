@@ -216,6 +216,14 @@ def test_a_folder_in_use_is_refused_and_an_overwritten_one_starts_anew(whole, tm
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
+def test_a_setting_that_cannot_be_leaves_no_folder(tmp_path):
+    with pytest.raises(UserError, match="remat='most' is not a policy"):
+        trainer(tmp_path / "run", remat="most")
+    with pytest.raises(UserError, match="from 0 to"):
+        trainer(tmp_path / "run", seed=2**32).train()
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):
     run = trainer(tmp_path / "run", num_train_epochs=3, save_steps=1, logging_steps=5)
     schedule = run.schedule
@@ -278,3 +286,13 @@ def test_tensorboard_events_can_be_read(tmp_path):
     losses = [line["loss"] for line in lines if "loss" in line]
     np.testing.assert_allclose([e.value for e in events.Scalars("train/loss")], losses, rtol=1e-6)
     assert [e.step for e in events.Scalars("eval/loss")] == [2]
+
+
+def test_full_training_runs_through_the_same_loop_and_ends_in_the_model(tmp_path):
+    model = CausalLM(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    before = [np.array(leaf, np.float32) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    config = TrainConfig(output_dir=str(tmp_path / "run"), method="full", max_steps=2, report_to="none")
+    Trainer(model, config, ROWS).train()
+    for leaf, old in zip(jax.tree.leaves(nnx.state(model, nnx.Param)), before, strict=True):
+        assert leaf.dtype == jnp.float32
+        assert np.any(np.asarray(leaf) != old)

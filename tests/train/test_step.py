@@ -210,8 +210,7 @@ def test_dropout_differs_from_step_to_step_and_not_from_run_to_run():
     assert losses != [float(m["loss_sum"]) for m in run(step, opt, model_parts, same, seed=1)[2]]
     dry = nnx.split(nnx.merge(*parts(dropout=0.0, head=True)), LoraParam, ...)
     results = [
-        evaluate(make_eval_step(p[0], mesh=MESH), p[1], p[2], [batch(twins, 1)], mesh=MESH)
-        for p in (model_parts, dry)
+        evaluate(make_eval_step(p[0], mesh=MESH), p[1], p[2], [batch(twins, 1)], mesh=MESH) for p in (model_parts, dry)
     ]
     assert results[0] == results[1]
 
