@@ -12,7 +12,7 @@ from fastjax.errors import UserError
 from fastjax.settings import check_all, setting
 
 if TYPE_CHECKING:
-    from fastjax.models.checkpoint.source import Checkpoint
+    from fastjax.models.checkpoint.checkpoint import Checkpoint
     from fastjax.models.decoder import CausalLM
 
 # What a folder may hold that --overwrite_output_dir replaces: the files of an exported model, and no others.

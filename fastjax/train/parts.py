@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastjax.errors import UserError
-from fastjax.models.checkpoint.source import Checkpoint, open_checkpoint
+from fastjax.models.checkpoint.checkpoint import Checkpoint
+from fastjax.models.checkpoint.source import open_checkpoint
 from fastjax.models.checkpoint.tokenizer import load_tokenizer
 from fastjax.models.config import ModelConfig
 from fastjax.train.config import LORA_SETTINGS, RowConfig, TrainConfig, default_of

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from fastjax.errors import UserError
+from fastjax.models.checkpoint.checkpoint import Checkpoint, TensorInfo
 from fastjax.models.checkpoint.gguf_config import config_from_gguf, generation_config_from_gguf
 from fastjax.models.checkpoint.gguf_header import GgufHeader, read_gguf_header
-from fastjax.models.checkpoint.source import Checkpoint, TensorInfo
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",

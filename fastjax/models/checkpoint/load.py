@@ -12,8 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fastjax.errors import UserError
+from fastjax.models.checkpoint.checkpoint import Checkpoint, TensorSource
 from fastjax.models.checkpoint.names import EMBEDDING, HEAD, check_names, places
-from fastjax.models.checkpoint.source import Checkpoint, TensorSource, open_checkpoint
+from fastjax.models.checkpoint.source import open_checkpoint
 from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import CausalLM
 

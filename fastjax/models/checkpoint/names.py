@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fastjax.errors import UserError
-from fastjax.models.checkpoint.source import TensorSource
+from fastjax.models.checkpoint.checkpoint import TensorSource
 
 _LINEARS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",

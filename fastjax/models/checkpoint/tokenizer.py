@@ -19,7 +19,7 @@ from fastjax.models.checkpoint.files import read_json, write_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from fastjax.models.checkpoint.source import Checkpoint
+    from fastjax.models.checkpoint.checkpoint import Checkpoint
 
 # When it is imported, transformers advises to install torch, which is missing on purpose.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
