@@ -1,10 +1,8 @@
 """Answers of a model, with or without an adapter, to one prompt or a file of prompts."""
 
-import contextlib
 import dataclasses
 import json
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,16 +73,15 @@ def generate(config: GenerateConfig, options: Options) -> None:
     base = open_base(config.model, config.adapter)
     # Every prompt is checked before the weights are read: a mistake in the last row should not cost an hour.
     questions = _questions(config, base)
-    with _warnings_as_notes():
-        model = load_model(base.checkpoint, config.dtype)
-        if config.adapter is not None:
-            load_adapter(model, config.adapter)
-        answers = _answers(config, base, model, questions)
-        if config.output is not None:
-            _write(Path(config.output), answers, len(questions), options)
-            return
-        for answer in answers:
-            print(json.dumps(answer, ensure_ascii=False) if options.json else answer["text"], flush=True)
+    model = load_model(base.checkpoint, config.dtype)
+    if config.adapter is not None:
+        load_adapter(model, config.adapter)
+    answers = _answers(config, base, model, questions)
+    if config.output is not None:
+        _write(Path(config.output), answers, len(questions), options)
+        return
+    for answer in answers:
+        print(json.dumps(answer, ensure_ascii=False) if options.json else answer["text"], flush=True)
 
 
 def _questions(config: GenerateConfig, base: "Base") -> list[Question]:
@@ -176,14 +173,6 @@ def _write(file: Path, answers: Iterator[dict[str, Any]], num_answers: int, opti
         print(json.dumps({"output": str(file), "num_answers": num_answers}))
     else:
         _note(f"wrote {num_answers} answers to {file}")
-
-
-@contextlib.contextmanager
-def _warnings_as_notes() -> Iterator[None]:
-    """Warnings as one line each on stderr, without the line of code they come from."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: _note(str(message))
-        yield
 
 
 def _note(text: str) -> None:

@@ -23,6 +23,7 @@ from fastjax.train.config import TrainConfig
 from fastjax.train.data import TokenisedDataset, prompt_ids
 from fastjax.train.loop import Trainer, TrainResult
 from fastjax.train.mesh import make_mesh
+from fastjax.train.metrics import check_writer
 from fastjax.train.parts import Base, answer, check_targets, load_rows, lora_settings, open_base
 from fastjax.train.run_folder import RunFolder
 
@@ -81,6 +82,7 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = pri
     folder = RunFolder(Path(config.output_dir))
     folder.check(config.resume, config.overwrite_output_dir)
     _check_sources(config)
+    check_writer(config.report_to)
     mesh = make_mesh(config.data_parallel_size)
     base = open_base(config.model, config.adapter)
     config, lora = lora_settings(config, given)
