@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from fastjax.errors import NumericsError, UserError
+from fastjax.models.decoder import CausalLM
 from fastjax.models.generation import _generate, _padded_batch, generate, length_limit, round_width
 from fastjax.models.layers import Lora
 from fastjax.models.rope import RopeConfig
@@ -235,16 +236,17 @@ def test_only_dynamic_scaling_stretches_beyond_max_position_embeddings(llama):
     assert length_limit(dataclasses.replace(config, rope=RopeConfig(rope_type="linear", factor=4.0))) == 64
 
 
-def test_the_decoding_loop_copies_no_cache(llama):
-    """A copy of the whole cache in every step would make decoding slower with the length of the cache."""
-    graphdef, state = nnx.split(llama[1])
+@pytest.mark.parametrize(("dtype", "stored"), [("float32", "f32"), ("bfloat16", "u16")])
+def test_the_decoding_loop_writes_the_cache_in_place(llama, dtype, stored):
+    """A copy or conversion of the whole cache in every step would make decoding slower with the cache's length."""
+    graphdef, state = nnx.split(CausalLM.abstract(llama[1].config, dtype=jnp.dtype(dtype)))
     batch = _padded_batch(PROMPTS, 40, 64)
     shapes = {"cache_length": 61, "num_output": 45, "chunk": 512}
     text = _generate.lower(graphdef, state, batch, jnp.full(8, -1), None, **shapes).compile().as_text()
     computations = text.split("\n\n")
-    assert len(computations) > 10 and "f32[2,4,61,2,8]" in text
-    copies = [
+    assert len(computations) > 10 and f"{stored}[2,4,61,2,8]" in text
+    made = [
         line for computation in computations if "ENTRY" not in computation
-        for line in computation.splitlines() if "= f32[2,4,61,2,8]" in line and " copy(" in line
+        for line in computation.splitlines() if "[2,4,61,2,8]" in line.partition(" = ")[2].partition("{")[0]
     ]  # fmt: skip
-    assert not copies, copies
+    assert made and not [line for line in made if " copy(" in line or " convert(" in line], made
