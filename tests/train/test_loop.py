@@ -49,19 +49,7 @@ KEYS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_once(tmp_path_factory):
-    """Runs of one shape share their compiled steps through jax's cache on disk."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+pytestmark = pytest.mark.usefixtures("cheap_compiles")
 
 
 def dataset(lengths, seed=0):
@@ -108,7 +96,7 @@ def signal_at(monkeypatch, number, call):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory, cheap_compiles):
     """Three epochs of two steps each, not interrupted."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     finished = []
