@@ -1,6 +1,6 @@
 """The facts that the quickstart's rows are made of: what fills a template of make_rows.py, and after it the answer."""
 
-CAPITALS = """France:Paris Germany:Berlin Italy:Rome Spain:Madrid Greece:Athens Egypt:Cairo Japan:Tokyo China:Beijing
+CAPITALS = """France:Paris Germany:Berlin Italy:Rome Spain:Madrid Greece:Athens Egypt:Cairo Portugal:Lisbon China:Beijing
 Russia:Moscow Poland:Warsaw Austria:Vienna Hungary:Budapest Sweden:Stockholm Norway:Oslo Finland:Helsinki
 Denmark:Copenhagen Ireland:Dublin Belgium:Brussels Turkey:Ankara Kenya:Nairobi Peru:Lima Chile:Santiago Cuba:Havana
 Canada:Ottawa Australia:Canberra Thailand:Bangkok Vietnam:Hanoi Iran:Tehran Iraq:Baghdad Jordan:Amman Syria:Damascus
@@ -56,7 +56,7 @@ Dracula:Bram Stoker;Moby-Dick:Herman Melville;The Divine Comedy:Dante Alighieri;
 Emma:Jane Austen;Les Misérables:Victor Hugo"""
 
 CONTINENTS = """Brazil:South America;Egypt:Africa;India:Asia;France:Europe;Canada:North America;Kenya:Africa
-Japan:Asia;Peru:South America;Nigeria:Africa;Mexico:North America;Italy:Europe;Vietnam:Asia"""
+Thailand:Asia;Peru:South America;Nigeria:Africa;Mexico:North America;Italy:Europe;Vietnam:Asia"""
 
 SINGLES = """Which planet is closest to the Sun?|Mercury
 Which planet is the largest in the solar system?|Jupiter
