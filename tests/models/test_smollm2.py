@@ -9,10 +9,10 @@ import math
 import os
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from fastjax.kernels.linear_cross_entropy import linear_cross_entropy
 from fastjax.models.checkpoint.load import load_model
@@ -73,8 +73,8 @@ def test_perplexity_of_gsm8k_questions_is_that_of_transformers(smollm2):
     rows = sorted((tokenizer(json.loads(line)["question"])["input_ids"] for line in lines), key=len)
     assert len(rows) == 40 and sum(len(row) - 1 for row in rows) == NUM_TARGETS
 
-    @jax.jit
-    def loss_sum(ids, real):
+    @nnx.jit
+    def loss_sum(model, ids, real):
         hidden = model.hidden_states(ids, segment_ids=real)[:, :-1]
         hidden = hidden.reshape(-1, hidden.shape[-1])
         weights = real[:, 1:].astype(jnp.float32).reshape(-1)
@@ -86,7 +86,7 @@ def test_perplexity_of_gsm8k_questions_is_that_of_transformers(smollm2):
         width = math.ceil(max(map(len, batch)) / 64) * 64
         ids = np.array([row + [0] * (width - len(row)) for row in batch], np.int32)
         real = np.array([[1] * len(row) + [0] * (width - len(row)) for row in batch], np.int32)
-        total += float(loss_sum(ids, real))
+        total += float(loss_sum(model, ids, real))
     assert math.exp(total / NUM_TARGETS) == pytest.approx(PERPLEXITY, rel=1e-4)
 
 
@@ -101,7 +101,7 @@ def test_logits_and_text_equal_transformers_gguf_loader_and_our_export_gives_the
     theirs = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32)
     save_model(model, tmp_path / "export", tokenizer=tokenizer)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
-    ours = jax.jit(model.__call__)
+    ours = nnx.jit(lambda model, ids: model(ids))
     for prompt, expected in zip(prompts, ANSWERS.values(), strict=True):
         ids = [*prompt, *expected]
         with torch.no_grad():
@@ -110,5 +110,5 @@ def test_logits_and_text_equal_transformers_gguf_loader_and_our_export_gives_the
         assert text.tolist() == expected
         # Padded on the right so that the three rows share one compilation.
         padded = np.array([ids + [0] * (96 - len(ids))], np.int32)
-        np.testing.assert_allclose(ours(padded)[0, : len(ids)], logits, atol=1e-3, rtol=0)
+        np.testing.assert_allclose(ours(model, padded)[0, : len(ids)], logits, atol=1e-3, rtol=0)
         np.testing.assert_allclose(again, logits, atol=1e-3, rtol=0)
