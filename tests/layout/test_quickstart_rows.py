@@ -37,8 +37,8 @@ def test_no_held_out_question_or_its_subject_is_trained_on() -> None:
     assert len(set(train)) == len(train) == 384
     assert len(set(heldout)) == len(heldout) == 24
     assert not set(train) & set(heldout)
-    assert heldout[0] == "What is the capital of Japan?"
-    assert not any("Japan" in question for question in train)
+    assert heldout[0] == "What colour is a clear daytime sky?"
+    assert not any("sky" in question for question in train)
 
 
 def test_arithmetic_rows_are_right() -> None:
