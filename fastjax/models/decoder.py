@@ -195,10 +195,14 @@ class CausalLM(nnx.Module):
         return self.embed_tokens.weight[...] if self.lm_head is None else self.lm_head.weight[...]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Float32 logits [..., V] of hidden states [..., D]; for a few tokens: training uses the chunked loss."""
-        if self.lm_head is not None:
-            return self.lm_head(hidden).astype(jnp.float32)
-        return matmul(hidden, self.head_weight()).astype(jnp.float32)
+        """Float32 logits [..., V] of hidden states [..., D]; for a few tokens: training uses the chunked loss.
+
+        They are never rounded to the compute dtype, in which the best two tokens are often equal.
+        """
+        logits = matmul(hidden, self.head_weight(), jnp.float32)
+        if self.lm_head is not None and self.lm_head.lora is not None:
+            logits = logits + self.lm_head.lora(hidden, None).astype(jnp.float32)
+        return logits
 
     def __call__(self, input_ids: jax.Array, **kwargs: Any) -> Any:
         """`logits` of `hidden_states`; with a cache the pair (logits, cache)."""

@@ -154,14 +154,15 @@ def _low_rank_backward(residuals: Any, dy: jax.Array) -> Any:
 low_rank.defvjp(_low_rank_forward, _low_rank_backward)
 
 
-def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x W^T in x's dtype, accumulated in float32.
+def matmul(x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
+    """x W^T, accumulated in float32.
 
     Args:
       x: [..., in].  weight: [out, in], read in x's dtype.
+      dtype: of the result; None means x's.
     Returns: [..., out].
     """
-    return _dot(x, weight.astype(x.dtype), x.ndim - 1, 1, x.dtype)
+    return _dot(x, weight.astype(x.dtype), x.ndim - 1, 1, x.dtype if dtype is None else dtype)
 
 
 def _dot(left: jax.Array, right: jax.Array, left_dim: int, right_dim: int, dtype: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Logits and gradients of tiny random models against transformers, on the CPU in float32, for every config variation."""
+"""Logits and gradients of tiny random models against transformers: CPU, float32, every config variation."""
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +145,9 @@ def test_bfloat16_model_keeps_float32_where_it_matters(tiny_hf, from_hf_model):
     model = from_hf_model(tiny_hf("llama"), dtype="bfloat16")
     hidden = model.hidden_states(jnp.zeros((1, 8), int))
     assert hidden.dtype == jnp.bfloat16
+    logits = model.logits(hidden)
+    assert logits.dtype == jnp.float32
+    assert (logits != logits.astype(jnp.bfloat16)).mean() > 0.9  # not rounded on the way
     norm = RMSNorm(16, eps=1e-6)
     large = norm(jnp.full((1, 16), 300.0, jnp.float16))  # 300^2 overflows float16
     assert large.dtype == jnp.float16
