@@ -233,6 +233,8 @@ def _print_help(settings: type, prog: str, description: str) -> int:
 def _warnings_as_notes() -> Iterator[None]:
     """Warnings as one line each on stderr, without the line of code they come from."""
     with warnings.catch_warnings():
+        # A note stays a note in a Python that is told to make errors of warnings.
+        warnings.filterwarnings("default", category=UserWarning)
         warnings.showwarning = lambda message, *_, **__: print(f"note: {message}", file=sys.stderr)
         yield
 
