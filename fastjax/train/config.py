@@ -119,7 +119,7 @@ class TrainConfig(RowConfig):
     seed: int = setting(3407, "seed of adapters, order of rows, and dropout", minimum=0)
 
     remat: Literal["none", "full", "attention", "no_matmul"] = setting(
-        "none",
+        "full",
         "what the backward recomputes: nothing, all but the layers' inputs, all but attention, all but matmuls",
         later={"auto": "name a policy: none, full, attention or no_matmul", "offload": "use remat=full"},
     )
