@@ -41,8 +41,6 @@ TEMPLATES = {
 }
 
 
-
-
 def entries(table: str) -> list[list[str]]:
     """A table of facts.py, an entry its fields: parted by white space, or by lines and `;` where there is a `;`."""
     if ";" in table:
