@@ -134,7 +134,8 @@ class CausalLM(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         common: dict[str, Any] = {"rngs": rngs, "param_dtype": param_dtype}
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **common)
+        padding_idx = config.pad_token_id
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, padding_idx=padding_idx, **common)
         self.layers = DecoderLayer(config, stack=(config.num_hidden_layers,), **common)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, param_dtype=param_dtype)
         self.lm_head: Linear | None = nnx.data(

@@ -90,13 +90,27 @@ class Embedding(nnx.Module):
 
     Attributes:
       weight: [V, D].
+      padding_idx: the row that training leaves as it is where it is looked up, as torch's Embedding of that name does
+        and transformers sets it to pad_token_id; None means every row is trained.
     """
 
-    def __init__(self, num_embeddings: int, features: int, *, rngs: nnx.Rngs, param_dtype: Any = jnp.float32) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        features: int,
+        *,
+        rngs: nnx.Rngs,
+        padding_idx: int | None = None,
+        param_dtype: Any = jnp.float32,
+    ) -> None:
         self.weight = nnx.Param(normal(rngs, (num_embeddings, features), param_dtype))
+        self.padding_idx = padding_idx
 
     def __call__(self, ids: jax.Array, dtype: Any) -> jax.Array:
-        return self.weight[...][ids].astype(dtype)
+        rows = self.weight[...][ids].astype(dtype)
+        if self.padding_idx is None:
+            return rows
+        return jnp.where((ids == self.padding_idx)[..., None], jax.lax.stop_gradient(rows), rows)
 
 
 class RMSNorm(nnx.Module):
