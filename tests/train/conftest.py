@@ -56,21 +56,3 @@ def rows_file(rows, tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("data") / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
-
-
-@pytest.fixture(scope="module")
-def cheap_compiles(tmp_path_factory):
-    """Tiny programs spend their time in the compiler: skip its optimisations, and share what it makes on disk."""
-    import jax
-
-    settings = {
-        "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: jax.config.values[name] for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)

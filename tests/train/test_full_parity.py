@@ -59,7 +59,7 @@ def train_with_torch(model):
     return log
 
 
-def test_five_full_steps_equal_torch(tiny_hf, from_hf_model, cheap_compiles):
+def test_five_full_steps_equal_torch(tiny_hf, from_hf_model):
     theirs = tiny_hf(seed=1, attention_bias=True, tie_word_embeddings=True)
     model = from_hf_model(theirs)
     graphdef, trainable, frozen = split_trainable(model, "full")

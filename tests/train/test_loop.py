@@ -49,9 +49,6 @@ KEYS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("cheap_compiles")
-
-
 def dataset(lengths, seed=0):
     rng = np.random.default_rng(seed)
     rows = [TokenRow(rng.integers(1, 61, n, dtype=np.int32), np.arange(n) > n // 3) for n in lengths]
@@ -96,7 +93,7 @@ def signal_at(monkeypatch, number, call):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, cheap_compiles):
+def whole(tmp_path_factory):
     """Three epochs of two steps each, not interrupted."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     finished = []

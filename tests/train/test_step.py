@@ -35,8 +35,6 @@ RANK = 3
 WIDTH = 40
 MESH = make_mesh()
 
-pytestmark = pytest.mark.usefixtures("cheap_compiles")
-
 
 def parts(*, dropout=0.0, head=False, dtype=jnp.float32):
     """(graphdef, trainable, frozen) of a tiny model whose adapters already change its output."""
@@ -98,7 +96,7 @@ def assert_trees_close(ours, theirs, **tolerance):
 
 
 @pytest.fixture(scope="module")
-def plain(cheap_compiles):
+def plain():
     model_parts, opt = parts(), optimizer()
     return model_parts, opt, make_train_step(model_parts[0], opt, mesh=MESH)
 
