@@ -11,7 +11,9 @@ from typing import Any
 from fastjax.errors import UserError
 from fastjax.models.families import family_of
 from fastjax.models.family import Family
-from fastjax.models.rope import ROPE_TYPES, RopeConfig
+from fastjax.models.rope import RopeConfig
+from fastjax.models.rope_keys import read_rope, write_rope
+from fastjax.models.values import INT32_MAX, flag, number, same, shown, token_id, token_ids, whole
 
 # Keys that say where the file came from or how other programs run it; they change no number here.
 _NEUTRAL = frozenset({
@@ -46,19 +48,27 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "num_experts": (0,),
 }
 
-_ROPE_KEYS = frozenset({
-    "type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
-    "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim",
-    "partial_rotary_factor", "finetuned",
-})  # fmt: skip
-
 _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
+# The greatest sizes read. They lie far beyond any model of these families; a larger one is a damaged file, and would
+# overflow the count of a tensor's elements.
+_MOST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**13,
+    "max_position_embeddings": INT32_MAX,
+    "sliding_window": INT32_MAX,
+}
 
 _COMMON_KEYS = frozenset({
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps",
     "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
+    "layer_types",
 })  # fmt: skip
 
 
@@ -99,25 +109,27 @@ class ModelConfig:
             )
         if self.head_dim % 2 != 0:
             raise UserError(f"head_dim={self.head_dim} is odd; rotary embedding turns pairs, so it has to be even")
+        if self.head_dim < 4 and self.rope.rope_type == "dynamic":
+            raise UserError(f"head_dim={self.head_dim} is too small for rope type 'dynamic', which needs at least 4")
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
         """Reads the contents of an HF config.json.
 
-        Raises: UserError for an unsupported model_type, a missing size, a value of the wrong type, or a key that is
-          not handled and does not hold HF's default; it names the key and its value.
+        Raises: UserError for an unsupported model_type, a missing size, a value of the wrong type or outside its
+          range, or a key that is not handled and does not hold HF's default; it names the key and its value.
         """
         family = family_of(config.get("model_type"))
         _refuse_unhandled(config, family)
         values = {**family.defaults, **{k: v for k, v in config.items() if v is not None}}
-        sizes = {key: _whole(values, key) for key in (
+        sizes = {key: _size(values, key) for key in (
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "max_position_embeddings",
         )}  # fmt: skip
         # `null` means something else than absent for these two: one key/value head a query head, and no window.
         explicit_null_kv = "num_key_value_heads" in config and config["num_key_value_heads"] is None
         no_kv = explicit_null_kv or "num_key_value_heads" not in values
-        num_kv = sizes["num_attention_heads"] if no_kv else _whole(values, "num_key_value_heads")
+        num_kv = sizes["num_attention_heads"] if no_kv else _size(values, "num_key_value_heads")
         explicit_null_window = "sliding_window" in config and config["sliding_window"] is None
         no_window = explicit_null_window or values.get("sliding_window") is None
         if values.get("head_dim") is None and sizes["hidden_size"] % sizes["num_attention_heads"] != 0:
@@ -125,25 +137,28 @@ class ModelConfig:
                 f"hidden_size={sizes['hidden_size']} is not a multiple of num_attention_heads="
                 f"{sizes['num_attention_heads']} and head_dim is not given; state head_dim in config.json"
             )
-        eos = config.get("eos_token_id")
+        values.setdefault("head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
+        if "layer_types" in values:
+            _check_layer_types(values["layer_types"], sizes["num_hidden_layers"], windowed=not no_window)
+        vocab_size = sizes["vocab_size"]
+        bos, pad = values.get("bos_token_id"), values.get("pad_token_id")
         return cls(
             model_type=family.model_type,
             **sizes,
             num_key_value_heads=num_kv,
-            head_dim=_whole(values, "head_dim")
-            if values.get("head_dim") is not None
-            else sizes["hidden_size"] // sizes["num_attention_heads"],
-            rms_norm_eps=_number(values, "rms_norm_eps"),
-            rope=_read_rope(config, sizes["max_position_embeddings"]),
+            head_dim=_size(values, "head_dim"),
+            rms_norm_eps=number(values.get("rms_norm_eps"), "config.json: rms_norm_eps", 0, 1),
+            rope=read_rope(config, sizes["max_position_embeddings"]),
             tie_word_embeddings=_flag(values, "tie_word_embeddings"),
             attention_bias=_flag(values, "attention_bias"),
             attention_out_bias=_flag(values, "attention_bias"),
             mlp_bias=_flag(values, "mlp_bias"),
-            sliding_window=None if no_window else _whole(values, "sliding_window"),
+            sliding_window=None if no_window else _size(values, "sliding_window"),
             hidden_act=_activation(values["hidden_act"]),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_id=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),),
-            pad_token_id=config.get("pad_token_id"),
+            bos_token_id=None if bos is None else token_id(bos, "config.json: bos_token_id", vocab_size),
+            eos_token_id=token_ids(values.get("eos_token_id"), "config.json: eos_token_id", vocab_size),
+            # The first Llamas say -1 for none.
+            pad_token_id=None if pad in (None, -1) else token_id(pad, "config.json: pad_token_id", vocab_size),
             hf=dict(config),
         )
 
@@ -163,7 +178,7 @@ class ModelConfig:
         out.setdefault("bos_token_id", self.bos_token_id)
         if "eos_token_id" not in out and self.eos_token_id:
             out["eos_token_id"] = list(self.eos_token_id) if len(self.eos_token_id) > 1 else self.eos_token_id[0]
-        parameters = _write_rope(self.rope)
+        parameters = write_rope(self.rope)
         out["rope_parameters"] = parameters
         out["rope_theta"] = self.rope.rope_theta
         scaling = {k: v for k, v in parameters.items() if k != "rope_theta"}
@@ -179,7 +194,8 @@ def _refuse_unhandled(config: Mapping[str, Any], family: Family) -> None:
             f"Remove auto_map if the model is a plain {family.model_type}."
         )
     if config.get("quantization_config"):
-        kind = config["quantization_config"].get("quant_method", "unknown")
+        settings = config["quantization_config"]
+        kind = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else shown(settings)
         raise UserError(
             f"config.json has quantization_config ({kind}): this release reads 16- and 32-bit weights only. "
             "Give the unquantised model."
@@ -188,106 +204,33 @@ def _refuse_unhandled(config: Mapping[str, Any], family: Family) -> None:
     for key, value in config.items():
         if key in known or value is None:
             continue
-        if key in _FIXED and value in _FIXED[key]:
-            continue
-        if key == "layer_types" and _uniform_layers(value, config, family):
+        if key in _FIXED and any(same(value, fixed) for fixed in _FIXED[key]):
             continue
         rule = f"must be {_FIXED[key][0]!r}" if key in _FIXED else "is not handled"
         raise UserError(
-            f"config.json: {key}={value!r} {rule} for model_type {family.model_type!r}, and may change the model's "
-            "numbers. Remove the key if it has no effect on this checkpoint."
+            f"config.json: {key}={shown(value)} {rule} for model_type {family.model_type!r}, and may change the "
+            "model's numbers. Remove the key if it has no effect on this checkpoint."
         )
 
 
-def _uniform_layers(layer_types: Any, config: Mapping[str, Any], family: Family) -> bool:
-    windowed = config.get("sliding_window", family.defaults.get("sliding_window")) is not None
+def _check_layer_types(layer_types: Any, num_layers: int, *, windowed: bool) -> None:
     expected = "sliding_attention" if windowed else "full_attention"
-    return isinstance(layer_types, list) and set(layer_types) <= {expected}
-
-
-def _read_rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    if not isinstance(parameters, Mapping):
-        raise UserError(f"config.json: {name}={parameters!r} is not an object with a rope_type")
-    unknown = sorted(set(parameters) - _ROPE_KEYS)
-    if unknown:
-        known = ", ".join(sorted(_ROPE_KEYS))
-        raise UserError(f"config.json: {name} has the unknown key {unknown[0]!r}; known: {known}")
-    if parameters.get("partial_rotary_factor", 1) != 1:
-        raise UserError(f"config.json: {name}.partial_rotary_factor must be 1; partial rotation is not supported")
-    rope_type = parameters.get("rope_type", parameters.get("type", "default")) or "default"
-    if rope_type not in ROPE_TYPES:
-        raise UserError(f"config.json: rope type {rope_type!r} is not supported; known: {', '.join(ROPE_TYPES)}")
-    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
-    if rope_type == "default":
-        return RopeConfig(rope_theta=float(theta))
-    values = {"factor": None, **parameters}
-    if values["factor"] is None and rope_type == "yarn" and parameters.get("original_max_position_embeddings"):
-        values["factor"] = max_position_embeddings / parameters["original_max_position_embeddings"]
-    required = {"llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(rope_type, ("factor",))
-    for key in required:
-        if not isinstance(values.get(key), int | float):
-            raise UserError(f"config.json: {name} of type {rope_type!r} needs a number for {key!r}")
-    if rope_type == "dynamic":
-        original = max_position_embeddings  # transformers stretches from there, whatever else the file says
-    else:
-        original = (
-            config.get("original_max_position_embeddings")
-            or parameters.get("original_max_position_embeddings")
-            or max_position_embeddings
+    if not isinstance(layer_types, list) or layer_types != [expected] * num_layers:
+        raise UserError(
+            f"config.json: layer_types={shown(layer_types)} must be {expected!r} for each of the {num_layers} layers; "
+            "other kinds, and kinds that differ between layers, are not computed"
         )
-    optional = {k: float(v) for k in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
-                                      "attention_factor", "mscale", "mscale_all_dim")
-                if (v := parameters.get(k)) is not None}  # fmt: skip
-    return RopeConfig(
-        rope_type=rope_type,
-        rope_theta=float(theta),
-        factor=float(values["factor"]),
-        original_max_position_embeddings=int(original),
-        truncate=bool(parameters.get("truncate", True)),
-        **optional,
-    )
 
 
-def _write_rope(rope: RopeConfig) -> dict[str, Any]:
-    out: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.rope_theta}
-    if rope.rope_type == "default":
-        return out
-    out["factor"] = rope.factor
-    if rope.rope_type in ("llama3", "yarn"):
-        out["original_max_position_embeddings"] = rope.original_max_position_embeddings
-    if rope.rope_type == "llama3":
-        out |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    if rope.rope_type == "yarn":
-        out |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-        optional = {k: getattr(rope, k) for k in ("attention_factor", "mscale", "mscale_all_dim")}
-        out |= {k: v for k, v in optional.items() if v is not None}
-    return out
-
-
-def _whole(values: Mapping[str, Any], key: str) -> int:
-    value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json: {key}={value!r} must be a whole number of at least 1")
-    return value
-
-
-def _number(values: Mapping[str, Any], key: str) -> float:
-    value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"config.json: {key}={value!r} must be a number")
-    return float(value)
+def _size(values: Mapping[str, Any], key: str) -> int:
+    return whole(values.get(key), f"config.json: {key}", most=_MOST[key])
 
 
 def _flag(values: Mapping[str, Any], key: str) -> bool:
-    value = values.get(key, False)
-    if not isinstance(value, bool):
-        raise UserError(f"config.json: {key}={value!r} must be true or false")
-    return value
+    return flag(values.get(key, False), f"config.json: {key}")
 
 
 def _activation(name: Any) -> str:
     if name not in _ACTIVATIONS:
-        raise UserError(f"config.json: hidden_act={name!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
+        raise UserError(f"config.json: hidden_act={shown(name)} is not supported; known: {', '.join(_ACTIVATIONS)}")
     return name

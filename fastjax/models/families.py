@@ -6,6 +6,7 @@ from fastjax.errors import UserError
 from fastjax.models.family import Family
 from fastjax.models.llama import LLAMA
 from fastjax.models.mistral import MISTRAL
+from fastjax.models.values import shown
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL)}
 
@@ -15,6 +16,6 @@ def family_of(model_type: Any) -> Family:
 
     Raises: UserError if there is none; it names the type and the known ones.
     """
-    if model_type not in FAMILIES:
-        raise UserError(f"config.json: model_type={model_type!r} is not supported; known: {', '.join(FAMILIES)}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UserError(f"config.json: model_type={shown(model_type)} is not supported; known: {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
