@@ -31,7 +31,10 @@ class GenerateConfig:
     temperature: float = setting(0.0, "0 takes the most likely token, 1 draws as the model says", minimum=0)
     top_k: int | None = setting(None, "draw from the k most likely tokens; 0 or none keeps all", minimum=0)
     top_p: float | None = setting(None, "draw from the most likely tokens that hold this probability; 1 keeps all")
-    seed: int = setting(0, "of the draws", minimum=0)
+    min_p: float | None = setting(
+        None, "draw from tokens at least this likely beside the most likely one; 0 keeps all", minimum=0
+    )
+    seed: int = setting(0, "of the draws", minimum=0, below=2**32)
     output: str | None = setting(None, "write one JSON object a prompt to this file, and nothing to stdout")
     batch_size: int = setting(8, "prompts that are answered side by side", minimum=1)
     dtype: Literal["bfloat16", "float32"] = setting(
@@ -50,6 +53,8 @@ class GenerateConfig:
             raise UserError("chat and raw are both given; --chat uses the chat template, --raw does not")
         if self.top_p is not None and not 0 <= self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must lie in [0, 1]; 1 or none keeps every token")
+        if self.min_p is not None and self.min_p > 1:
+            raise UserError(f"min_p={self.min_p} must lie in [0, 1]; 0 or none keeps every token")
         if self.output is not None and (Path(self.output).is_dir() or not Path(self.output).absolute().parent.is_dir()):
             raise UserError(f"output={self.output!r} must name a file in a folder that exists")
 
@@ -66,6 +71,10 @@ class Question:
 def generate(config: GenerateConfig, options: Options) -> None:
     """Print the answers in the order of the prompts, or write them to `config.output`."""
     config.validate()
+    filters = [name for name in ("top_k", "top_p", "min_p") if getattr(config, name) is not None]
+    if filters and config.temperature == 0:
+        _note(f"temperature=0 takes the most likely token, so {' and '.join(filters)} filters nothing; "
+              "--temperature 1 draws as the model says")  # fmt: skip
     from fastjax.models.checkpoint.load import load_model
     from fastjax.models.peft_io import load_adapter
     from fastjax.train.parts import open_base
@@ -149,6 +158,7 @@ def _answers(config: GenerateConfig, base: "Base", model: Any, questions: list[Q
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
+            min_p=config.min_p,
             seed=config.seed,
             eos_token_ids=eos,
         )

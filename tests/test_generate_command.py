@@ -177,9 +177,15 @@ def test_an_adapter_with_its_own_template(parts, ask, tmp_path):
 
 
 def test_sampling_is_reproducible_and_seeded(ask):
-    flags = ("--prompt", "hello", "--temperature", "1.5", "--top_k", "50", "--top_p", "0.9")
+    flags = ("--prompt", "hello", "--temperature", "1.5", "--top_k", "50", "--top_p", "0.9", "--min_p", "0.01")
     first = ask(*flags)
     assert ask(*flags) == first and ask(*flags, "--seed", 1)[1] != first[1]
+
+
+def test_filters_that_change_nothing_without_a_temperature_are_told(ask):
+    code, out, err = ask("--prompt", "hello", "--top_p", "0.9")
+    assert code == 0 and out == ask("--prompt", "hello")[1]
+    assert "temperature=0 takes the most likely token, so top_p filters nothing" in err
 
 
 def test_long_answers_are_cut_at_the_model_s_limit(ask):
@@ -219,6 +225,7 @@ def test_a_bad_row_is_named_by_file_and_line(ask, tmp_path, row, words):
         (["--prompt", "a", "--prompts", "b"], "both of prompt and prompts"),
         (["--prompt", "a", "--chat", "--raw"], "chat and raw are both given"),
         (["--prompt", "a", "--top_p", "1.5"], "top_p=1.5 must lie in [0, 1]"),
+        (["--prompt", "a", "--min_p", "1.5"], "min_p=1.5 must lie in [0, 1]"),
         (["--prompt", "a", "--temperature=-1"], "temperature=-1.0"),
         (["--prompt", "a", "--top_k=-1"], "top_k=-1"),
         (["--prompts", "missing.jsonl"], "prompts='missing.jsonl' is not a file"),

@@ -36,6 +36,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
     seed: int = 0,
     eos_token_ids: Sequence[int] = (),
     max_length: int | None = None,
@@ -50,7 +51,7 @@ def generate(
     Args:
       prompts: token ids of each row, at least one each.
       temperature: 0 takes the most likely token; otherwise logits are divided by it and one token is drawn.
-      top_k, top_p: what to draw from, see `fastjax.models.sampling`; None keeps every token.
+      top_k, top_p, min_p: what to draw from, see `fastjax.models.sampling`; None keeps every token.
       seed: of the draws.
       eos_token_ids: each of them ends a row.
       max_length: longest row in tokens; None means the model's own limit, see `length_limit`.
@@ -58,7 +59,7 @@ def generate(
     Raises: UserError for an empty prompt, one that leaves no room below max_length, ids outside the vocabulary, or
       settings out of range. NumericsError if the model's logits are NaN.
     """
-    check_sampling(temperature, top_k, top_p)
+    check_sampling(temperature, top_k, top_p, min_p)
     limit = _checked_limit(model.config, max_new_tokens, max_length)
     for row, prompt in enumerate(prompts):
         check_prompt(prompt, f"prompt {row}", model.config.vocab_size, limit)
@@ -81,6 +82,7 @@ def generate(
         "temperature": jnp.float32(temperature),
         "top_k": None if not top_k else jnp.int32(min(top_k, model.config.vocab_size)),
         "top_p": None if top_p is None or top_p == 1 else jnp.float32(top_p),
+        "min_p": None if not min_p else jnp.float32(min_p),
     }
     graphdef, state = nnx.split(model)
     tokens, counts, broken = jax.device_get(_generate(
@@ -163,7 +165,7 @@ def _generate(
             token = greedy(logits)
         else:
             rngs = row_rngs(draw["rng"], positions)
-            token = sample(logits, rngs, **{k: draw[k] for k in ("temperature", "top_k", "top_p")})
+            token = sample(logits, rngs, **{k: draw[k] for k in ("temperature", "top_k", "top_p", "min_p")})
         # argmax points at a NaN wherever there is one.
         return token, jnp.isnan(jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0])
 

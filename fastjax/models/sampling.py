@@ -1,8 +1,9 @@
-"""From logits to the next token: temperature, then top-k, then top-p, then one draw. Float32 throughout.
+"""From logits to the next token: temperature, then top-k, top-p and min-p, then one draw. Float32 throughout.
 
     s     = logits / temperature
     top-k : s_v < (k-th largest s)                          -> -inf       (scores equal to the k-th all stay)
     top-p : sum of p over v and all that rank below it <= 1 - top_p -> -inf, p = softmax of what top-k left
+    min-p : p_v < min_p * (largest p)                       -> -inf
     token = argmax_v (s_v + Gumbel noise_v), a draw from softmax(s)
 
 The most likely token always stays; among equal scores the lower id ranks first, so top_k=1, top_p=0 and
@@ -19,7 +20,7 @@ from fastjax.errors import UserError
 Scalar = float | int | jax.Array
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None = None) -> None:
     """Raises: UserError for a value outside its range."""
     if not (math.isfinite(temperature) and temperature >= 0):
         raise UserError(f"temperature={temperature} must be a number >= 0; 0 takes the most likely token")
@@ -27,6 +28,8 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
         raise UserError(f"top_k={top_k} must be a whole number >= 0; 0 or None keeps every token")
     if top_p is not None and not 0 <= top_p <= 1:
         raise UserError(f"top_p={top_p} must lie in [0, 1]; 1 or None keeps every token")
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise UserError(f"min_p={min_p} must lie in [0, 1]; 0 or None keeps every token")
 
 
 def is_greedy(temperature: float, top_k: int | None = None, top_p: float | None = None) -> bool:
@@ -40,24 +43,40 @@ def greedy(logits: jax.Array) -> jax.Array:
 
 
 def filter_logits(
-    logits: jax.Array, *, temperature: Scalar = 1.0, top_k: Scalar | None = None, top_p: Scalar | None = None
+    logits: jax.Array,
+    *,
+    temperature: Scalar = 1.0,
+    top_k: Scalar | None = None,
+    top_p: Scalar | None = None,
+    min_p: Scalar | None = None,
 ) -> jax.Array:
-    """The scores to draw from: scaled, and -inf where top-k or top-p removed the token.
+    """The scores to draw from: scaled, and -inf where top-k, top-p or min-p removed the token.
 
     A row's scores may be shifted by a constant, which its softmax does not see.
 
     Args:
       logits: [B, V] float.
-      temperature: > 0.  top_k: 0 or None keeps all.  top_p: 1 or None keeps all. Numbers or traced scalars.
+      temperature: > 0.  top_k: 0 or None keeps all.  top_p: 1 or None keeps all.  min_p: 0 or None keeps all. Numbers
+        or traced scalars.
     Returns: [B, V] float32.
-    Source: Hugging Face's warpers, in their order; top-p of Holtzman et al. 2019 (arXiv:1904.09751). Of equal scores
-      at the border of top-p the lower ids stay; theirs depends on the sort.
+    Source: Hugging Face's warpers, in their order; top-p of Holtzman et al. 2019 (arXiv:1904.09751), min-p of Nguyen
+      et al. 2024 (arXiv:2407.01082). Of equal scores at the border of top-p the lower ids stay; theirs depends on the
+      sort.
     """
     scores = logits.astype(jnp.float32)
     # Shifted first: with a tiny temperature the quotient would overflow and inf - inf is NaN.
     scores = (scores - jnp.max(scores, axis=-1, keepdims=True)) / temperature
-    if top_k is None and top_p is None:
-        return scores
+    if top_k is not None or top_p is not None:
+        scores = _keep_ranked(scores, top_k, top_p)
+    if min_p is not None:
+        # The ratio of two probabilities does not see what top-k and top-p left.
+        probabilities = jax.nn.softmax(scores, axis=-1)
+        likely = probabilities >= min_p * jnp.max(probabilities, axis=-1, keepdims=True)
+        scores = jnp.where(likely, scores, -jnp.inf)
+    return scores
+
+
+def _keep_ranked(scores: jax.Array, top_k: Scalar | None, top_p: Scalar | None) -> jax.Array:
     vocab_size = scores.shape[-1]
     order = jnp.argsort(scores, axis=-1, stable=True, descending=True)
     ranked = jnp.take_along_axis(scores, order, axis=-1)
@@ -87,21 +106,22 @@ def sample(
     temperature: Scalar = 1.0,
     top_k: Scalar | None = None,
     top_p: Scalar | None = None,
+    min_p: Scalar | None = None,
 ) -> jax.Array:
     """One token a row, drawn from softmax(filter_logits(...)).
 
     Args:
       logits: [B, V] float.
       rngs: [B] keys, see `row_rngs`.
-      temperature, top_k, top_p: numbers or traced scalars; a number that leaves one token to draw from (temperature
-        0 too) takes the greedy choice, a traced temperature must be > 0.
+      temperature, top_k, top_p, min_p: numbers or traced scalars; a number that leaves one token to draw from
+        (temperature 0 too) takes the greedy choice, a traced temperature must be > 0.
     Returns: [B] int32.
     Raises: UserError for a number outside its range.
     """
-    numbers = [None if isinstance(value, jax.Array) else value for value in (temperature, top_k, top_p)]
+    numbers = [None if isinstance(value, jax.Array) else value for value in (temperature, top_k, top_p, min_p)]
     check_sampling(1.0 if numbers[0] is None else numbers[0], *numbers[1:])  # type: ignore[arg-type]
-    if is_greedy(*numbers):  # type: ignore[arg-type]
+    if is_greedy(*numbers[:3]):  # type: ignore[arg-type]
         return greedy(logits)
-    scores = filter_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+    scores = filter_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     noise = jax.vmap(lambda rng: jax.random.gumbel(rng, scores.shape[1:], jnp.float32))(rngs)
     return jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)

@@ -114,7 +114,7 @@ def test_padding_is_told_by_length_not_by_id(llama):
 
 
 def test_same_seed_same_text_at_any_batch_position(llama):
-    settings = {"max_new_tokens": NEW, "temperature": 1.0, "top_k": 40, "top_p": 0.95}
+    settings = {"max_new_tokens": NEW, "temperature": 1.0, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
     batch = generate(llama[1], [*PROMPTS, PROMPTS[0]], seed=7, **settings)
     assert batch[0] == batch[3]
     assert generate(llama[1], PROMPTS[::-1], seed=7, **settings)[::-1] == batch[:3]
@@ -133,9 +133,10 @@ def test_first_token_is_drawn_from_the_model_s_distribution(llama):
     assert len(set(drawn)) > 5
 
 
-def test_top_k_one_and_top_p_zero_are_greedy(llama, expected):
+def test_top_k_one_top_p_zero_and_min_p_one_are_greedy(llama, expected):
     assert generate(llama[1], PROMPTS, max_new_tokens=NEW, temperature=2.0, top_k=1, top_p=0.8) == expected
     assert generate(llama[1], PROMPTS, max_new_tokens=NEW, temperature=2.0, top_p=0.0) == expected
+    assert generate(llama[1], PROMPTS, max_new_tokens=NEW, temperature=2.0, min_p=1.0) == expected
 
 
 def test_a_row_stops_at_max_length_and_says_so(llama, expected):

@@ -50,12 +50,16 @@ def test_settings_that_leave_one_token_are_greedy(settings):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(0.7, None, None), (1.0, 5, None), (1.3, 0, 0.9), (0.8, 20, 0.5), (2.0, 999, 0.999), (1.0, 7, 1.0), (0.1, 3, 0.3)],
-)
-def test_kept_tokens_and_probabilities_are_those_of_transformers(temperature, top_k, top_p):
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (0.7, None, None, None), (1.0, 5, None, None), (1.3, 0, 0.9, None), (0.8, 20, 0.5, None),
+        (2.0, 999, 0.999, None), (1.0, 7, 1.0, None), (0.1, 3, 0.3, None),
+        (1.5, None, None, 0.1), (1.0, None, None, 1.0), (1.2, 30, 0.95, 0.05), (0.9, 12, None, 0.0),
+    ],
+)  # fmt: skip
+def test_kept_tokens_and_probabilities_are_those_of_transformers(temperature, top_k, top_p, min_p):
     torch = pytest.importorskip("torch")
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = np.random.default_rng(0).normal(0, 3, (16, 257)).astype(np.float32)
     theirs = TemperatureLogitsWarper(temperature)(None, torch.tensor(logits))
@@ -63,13 +67,26 @@ def test_kept_tokens_and_probabilities_are_those_of_transformers(temperature, to
         theirs = TopKLogitsWarper(top_k)(None, theirs)
     if top_p is not None and top_p < 1:
         theirs = TopPLogitsWarper(top_p)(None, theirs)
-    ours = filter_logits(jnp.asarray(logits), temperature=temperature, top_k=top_k, top_p=top_p)
+    if min_p is not None:
+        theirs = MinPLogitsWarper(min_p)(None, theirs)
+    ours = filter_logits(jnp.asarray(logits), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(theirs.numpy()))
     np.testing.assert_allclose(jax.nn.softmax(ours), theirs.softmax(-1).numpy(), atol=1e-6)
     # The compiled loop of generation passes the settings as arrays.
-    traced = {k: None if v is None else jnp.asarray(v) for k, v in (("top_k", top_k), ("top_p", top_p))}
+    filters = (("top_k", top_k), ("top_p", top_p), ("min_p", min_p))
+    traced = {k: None if v is None else jnp.asarray(v) for k, v in filters}
     compiled = jax.jit(filter_logits)(jnp.asarray(logits), temperature=jnp.float32(temperature), **traced)
     np.testing.assert_array_equal(np.isfinite(compiled), np.isfinite(ours))
+
+
+def test_min_p_is_a_part_of_the_largest_probability_and_equality_stays():
+    assert kept(HALVES, min_p=0.5).tolist() == [[True, True, False, False]]
+    assert kept(HALVES, min_p=0.51).tolist() == [[True, False, False, False]]
+    # Half of 0.5 and 0.25 after dividing by two in the logarithm: 0.414, 0.293, 0.207 twice.
+    assert kept(HALVES, temperature=2.0, min_p=0.6).sum() == 2
+    for wrong in (-0.1, 1.1, float("nan")):
+        with pytest.raises(UserError, match="min_p="):
+            check_sampling(1.0, None, None, wrong)
 
 
 def test_draws_follow_the_probabilities():
