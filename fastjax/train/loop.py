@@ -1,19 +1,16 @@
 """The training loop: batches in, checkpoints and metrics out, around the pure step."""
 
+import math
 import sys
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from fastjax.errors import Interrupted, NumericsError, UserError
 from fastjax.models.decoder import CausalLM
@@ -24,31 +21,15 @@ from fastjax.train.data import Batches, TokenisedDataset, eval_batches, steps_pe
 from fastjax.train.evaluate import EvalResult, evaluate
 from fastjax.train.interrupts import StopSignals
 from fastjax.train.mesh import make_mesh, num_batch_shards, put_batch, replicated
-from fastjax.train.metrics import Interval, MetricsFile, check_writer, make_writer, plot_loss
+from fastjax.train.metrics import Interval, MetricsFile, check_writer, make_writer, plot_loss, read_metrics
 from fastjax.train.optim import make_optimizer
+from fastjax.train.progress import Progress
+from fastjax.train.result import TrainResult
+from fastjax.train.resume import fingerprint, horizon, horizon_note
 from fastjax.train.run_folder import RunFolder
 from fastjax.train.schedule import make_schedule, num_warmup_steps, total_optimizer_steps
 from fastjax.train.state import CheckpointStore, TrainState, restore
 from fastjax.train.step import make_eval_step, make_train_step
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What a run came to.
-
-    Attributes:
-      step: optimiser steps done, those before a resume included.
-      loss: mean loss of a target token over the last logged interval; None if nothing was logged.
-      evaluation: the last evaluation, if there was one.
-      num_target_tokens, num_tokens, seconds: of this process.
-    """
-
-    step: int
-    loss: float | None
-    evaluation: EvalResult | None
-    num_target_tokens: int
-    num_tokens: int
-    seconds: float
 
 
 class Trainer:
@@ -63,7 +44,9 @@ class Trainer:
         *,
         lora: LoraConfig | None = None,
         mesh: Mesh | None = None,
+        start: Callable[[CausalLM], None] | None = None,
         finish: Callable[[CausalLM, RunFolder], None] | None = None,
+        say: Callable[[str], None] = print,
     ) -> None:
         """Nothing is written yet.
 
@@ -72,20 +55,25 @@ class Trainer:
             weights; while it runs its trainable arrays are donated.
           lora: what the adapters were made from; a resumed run must have the same.
           mesh: None makes the one that `config.mesh` names.
+          start: called with the model as the run starts or goes on, before anything is written.
           finish: called with the trained model once all steps are done, to save the result.
+          say: takes each message meant for a person.
         Raises: UserError for settings that cannot be.
         """
         self.model, self.config, self.rows, self.eval_rows, self.finish = model, config, rows, eval_rows, finish
+        self.start, self.say = start, say
         self.mesh = mesh or make_mesh(config.data_parallel_size)
         shards = num_batch_shards(self.mesh)
         self.batch_size = config.per_device_train_batch_size * shards
         self.eval_batch_size = config.per_device_eval_batch_size * shards
         self.steps_per_epoch = steps_per_epoch(len(rows), self.batch_size, config.gradient_accumulation_steps)
         self.total_steps = total_optimizer_steps(self.steps_per_epoch, config.num_train_epochs, config.max_steps)
+        warmup_steps = num_warmup_steps(self.total_steps, config.warmup_steps, config.warmup_ratio)
+        self.horizon = horizon(self.total_steps, warmup_steps)
         self.schedule = make_schedule(
             config.lr_scheduler_type,
             config.learning_rate,
-            warmup_steps=num_warmup_steps(self.total_steps, config.warmup_steps, config.warmup_ratio),
+            warmup_steps=warmup_steps,
             total_steps=self.total_steps,
         )
         self.optimizer = make_optimizer(
@@ -101,17 +89,7 @@ class Trainer:
         check_policy(config.remat)
         self.folder = RunFolder(Path(config.output_dir))
         self.store = CheckpointStore(self.folder.checkpoints, config.save_total_limit)
-        self.fingerprint = {
-            "model": model.config.to_hf(),
-            "base_weights": _weights_sample(model),
-            "dtype": model.dtype.name,
-            "method": config.method,
-            "adapter": None if lora is None else asdict(lora),
-            "data": rows.fingerprint,
-            "seed": config.seed,
-            "rows_per_micro_batch": self.batch_size,
-            "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        }
+        self.fingerprint = fingerprint(config, model, lora, rows, self.batch_size)
 
     def train(self) -> TrainResult:
         """Trains from the start, or from the checkpoint that `config.resume` names, to the last step.
@@ -119,19 +97,37 @@ class Trainer:
         Raises: UserError for a folder or checkpoint that does not fit; NumericsError when a loss or gradient is NaN or
           infinite; Interrupted after SIGINT or SIGTERM, the state having been saved.
         """
+        self.folder.check(self.config.resume, self.config.overwrite_output_dir)
+        with self.folder.lock():
+            return self._train()
+
+    def _train(self) -> TrainResult:
         config = self.config
+        # Again: another run may have written there before the lock was ours.
         self.folder.check(config.resume, config.overwrite_output_dir)
         checkpoint, complaints = self.folder.find_checkpoint(config.resume)
         if complaints and checkpoint is None:
             raise UserError(f"no whole checkpoint is left: {'; '.join(complaints)}; start anew without resume")
         for complaint in complaints:
-            print(f"passed over a damaged checkpoint: {complaint}", file=sys.stderr)
+            self.say(f"passed over a damaged checkpoint: {complaint}")
         graphdef, trainable, frozen = split_trainable(self.model, config.method)
         state = self._initial_state(trainable, checkpoint)
         frozen = jax.device_put(frozen, replicated(self.mesh))
         # Lets go of the initial values that a checkpoint has replaced.
         nnx.update(self.model, state.trainable, frozen)
         del trainable
+        if checkpoint is not None:
+            if self._is_finished(checkpoint, state.step):
+                self.say(
+                    f"already at step {state.step} of {self.total_steps}; "
+                    "raise --max_steps or --num_train_epochs to go on"
+                )
+                lines = read_metrics(self.folder.metrics)
+                return TrainResult(state.step, state.step, state.step / self.steps_per_epoch, lines)
+            self.say(f"going on from {checkpoint} (step {state.step} of {self.total_steps})")
+            note = horizon_note(config.lr_scheduler_type, state.step, state.position["horizon"], self.horizon)
+            if note is not None:
+                self.say(note)
         batches = train_batches(
             self.rows,
             batch_size=self.batch_size,
@@ -140,6 +136,8 @@ class Trainer:
         )
         if state.position:
             batches.set_state(state.position["data"])
+        if self.start is not None:
+            self.start(self.model)
         # Everything that can be refused has been; from here on the folder changes.
         self.folder.start(config.to_dict(), keep=checkpoint is not None)
         self.store.discard_after(state.step)
@@ -154,6 +152,21 @@ class Trainer:
             run.close()
             nnx.update(self.model, run.trainable)
         return result
+
+    def _is_finished(self, checkpoint: Path, step: int) -> bool:
+        """Whether an earlier call did all: the last step, its evaluation, and the result's files after it."""
+        if step < self.total_steps:
+            return False
+        if self.eval_rows is not None and not _is_evaluated(read_metrics(self.folder.metrics), step):
+            return False
+        # A result of fewer steps may lie there, if a run with more was killed before it wrote its own.
+        return self.finish is None or self.folder.has_result(self.config.method, since=checkpoint)
+
+    def rows_until(self, step: int) -> int:
+        """Rows that the first `step` steps see; the last window of an epoch may be short."""
+        epochs, steps = divmod(step, self.steps_per_epoch)
+        window = self.batch_size * self.config.gradient_accumulation_steps
+        return epochs * len(self.rows) + min(steps * window, len(self.rows))
 
     def _initial_state(self, trainable: Any, checkpoint: Path | None) -> TrainState:
         everywhere = replicated(self.mesh)
@@ -179,11 +192,12 @@ class _Run:
     def __init__(self, trainer: Trainer, graphdef: Any, frozen: Any, state: TrainState, batches: Batches) -> None:
         self.trainer, self.config, self.mesh, self.batches = trainer, trainer.config, trainer.mesh, batches
         self.frozen, self.trainable, self.opt_state = frozen, state.trainable, state.opt_state
-        self.rng, self.step = state.rng, state.step
+        self.rng, self.step, self.first_step = state.rng, state.step, state.step
         self.interval = Interval(**state.position.get("interval", {}))
         self.saved_at = state.step if state.position else None
         self.evaluation: EvalResult | None = None
         self.num_target_tokens = self.num_tokens = 0
+        self.loss_sum = 0.0
         # Steps that the device may still be at: (step, their metrics there).
         self.pending: deque[tuple[int, Any]] = deque()
         self.train_step = make_train_step(graphdef, trainer.optimizer, mesh=self.mesh, remat=self.config.remat)
@@ -191,7 +205,7 @@ class _Run:
         folder = trainer.folder
         self.writer = make_writer(self.config.report_to, folder.tensorboard, self.config.to_dict(), step=self.step)
         self.log = MetricsFile(folder.metrics, keep_until=self.step if state.position else None)
-        self.bar = tqdm(total=trainer.total_steps, initial=self.step, unit="step", dynamic_ncols=True)
+        self.progress = Progress(trainer.total_steps, self.step)
 
     def steps(self, stop: StopSignals) -> TrainResult:
         """All steps that are left, with their logging, evaluating and saving."""
@@ -206,7 +220,7 @@ class _Run:
                 self.trainable, self.opt_state, self.frozen, batch, self.rng
             )
             self.step += 1
-            self.bar.update()
+            self.progress.step()
             self.pending.append((self.step, metrics))
             # One step behind, so that the device never waits for the host to read and write numbers.
             if (self.step - 1) % every == 0:
@@ -215,7 +229,7 @@ class _Run:
             if self.step % self.config.save_steps == 0 or self.step == total:
                 self._save()
         self._settle()
-        if stop and self.step < total:
+        if stop and (self.step < total or self._owes_evaluation()):
             self._save()
             assert stop.number is not None, "stopped by no signal"
             raise Interrupted(
@@ -226,19 +240,23 @@ class _Run:
         if self.saved_at != self.step:
             self._save()
         self._plot()
-        losses = [line["loss"] for line in self.log.lines if "loss" in line]
+        rows_until = self.trainer.rows_until
         return TrainResult(
-            self.step,
-            losses[-1] if losses else None,
-            self.evaluation,
-            self.num_target_tokens,
-            self.num_tokens,
-            time.perf_counter() - begin,
+            step=self.step,
+            first_step=self.first_step,
+            epoch=self.step / self.trainer.steps_per_epoch,
+            log_history=list(self.log.lines),
+            training_loss=self.loss_sum / self.num_target_tokens if self.num_target_tokens else None,
+            evaluation=self.evaluation,
+            num_rows=rows_until(self.step) - rows_until(self.first_step),
+            num_target_tokens=self.num_target_tokens,
+            num_tokens=self.num_tokens,
+            seconds=time.perf_counter() - begin,
         )
 
     def close(self) -> None:
         """Closes what was opened, and drops the optimiser's state."""
-        self.bar.close()
+        self.progress.close()
         self.log.close()
         if self.writer is not None:
             self.writer.close()
@@ -251,8 +269,10 @@ class _Run:
             step, on_device = self.pending.popleft()
             metrics = jax.device_get(on_device)
             if not metrics["finite"]:
-                self._numbers_went_wrong(step, metrics)
+                loss = metrics["loss_sum"] / max(int(metrics["num_target_tokens"]), 1)
+                self._numbers_went_wrong(step, f"loss {loss}, gradient norm {metrics['grad_norm']}")
             self.interval.add(metrics)
+            self.loss_sum += float(metrics["loss_sum"])
             self.num_target_tokens += int(metrics["num_target_tokens"])
             self.num_tokens += int(metrics["num_tokens"])
             if step % self.config.logging_steps == 0 or step == self.trainer.total_steps:
@@ -266,25 +286,32 @@ class _Run:
                 )
                 self.interval = Interval()
                 self._write(line)
-                loss = "-" if line["loss"] is None else f"{line['loss']:.4f}"
-                self.bar.set_postfix_str(f"loss {loss}, {line['tokens_per_second']:.0f} tokens/s")
+                self.progress.logged(line)
 
     def _evaluate_if_due(self, stop: StopSignals) -> None:
-        rows, every, step = self.trainer.eval_rows, self.config.eval_steps, self.step
-        due = step == self.trainer.total_steps or (every is not None and step > 0 and step % every == 0)
-        if rows is None or not due or any(line["step"] == step and "eval_loss" in line for line in self.log.lines):
+        if not self._owes_evaluation():
             return
         self._settle()
+        rows, step = self.trainer.eval_rows, self.step
+        assert rows is not None
         begin = time.perf_counter()
         with eval_batches(rows, self.trainer.eval_batch_size) as batches:
             result = evaluate(
                 self.eval_step, self.trainable, self.frozen, batches, mesh=self.mesh, stop=lambda: bool(stop)
             )
         if result is not None:
+            if not math.isfinite(result.loss):
+                self._numbers_went_wrong(step, f"eval_loss {result.loss}")
             self.evaluation = result
-            self._write({"step": step, "eval_loss": result.loss, "num_target_tokens": result.num_target_tokens})
-            tqdm.write(f"step {step}: eval_loss {result.loss:.4f}", file=sys.stderr)
+            line = {"step": step, "eval_loss": result.loss, "num_target_tokens": result.num_target_tokens}
+            self._write(line)
+            self.progress.evaluated(line)
         self.since += time.perf_counter() - begin
+
+    def _owes_evaluation(self) -> bool:
+        every, step = self.config.eval_steps, self.step
+        due = step == self.trainer.total_steps or (every is not None and step > 0 and step % every == 0)
+        return self.trainer.eval_rows is not None and due and not _is_evaluated(self.log.lines, step)
 
     def _save(self) -> None:
         if self.saved_at == self.step:
@@ -292,7 +319,11 @@ class _Run:
         self._settle()
         begin = time.perf_counter()
         self.interval.seconds = begin - self.since if self.interval.num_steps else 0.0
-        position = {"data": self.batches.get_state(), "interval": self.interval.to_dict()}
+        position = {
+            "data": self.batches.get_state(),
+            "interval": self.interval.to_dict(),
+            "horizon": self.trainer.horizon,
+        }
         state = TrainState(self.trainable, self.opt_state, self.rng, self.step, position)
         self.trainer.store.save(state, self.trainer.fingerprint)
         self.saved_at = self.step
@@ -309,21 +340,15 @@ class _Run:
         except ImportError as error:
             print(f"no {self.trainer.folder.loss_plot.name}: {error}", file=sys.stderr)
 
-    def _numbers_went_wrong(self, step: int, metrics: Any) -> None:
-        targets = max(int(metrics["num_target_tokens"]), 1)
-        steps = self.trainer.store.steps()
-        last = f"the last good checkpoint is {self.trainer.store.path(steps[-1])}" if steps else "none was saved yet"
+    def _numbers_went_wrong(self, step: int, what: str) -> NoReturn:
+        path, _ = self.trainer.store.newest()
+        last = f"the last good checkpoint is {path}" if path else "none was saved yet"
         raise NumericsError(
-            f"step {step}: loss {metrics['loss_sum'] / targets}, gradient norm {metrics['grad_norm']}, learning rate "
-            f"{self.trainer.schedule(step - 1):.3g}; they must be finite. Nothing of this step was saved; {last}\n"
+            f"step {step}: {what}, learning rate {self.trainer.schedule(step - 1):.3g}; they and the updated weights "
+            f"must be finite. Nothing of this step was saved; {last}\n"
             "Try a smaller learning_rate, or look for the row or weight that is not finite"
         )
 
 
-def _weights_sample(model: CausalLM) -> int:
-    """CRC-32 of a few of the base's weights: enough to tell two models of one shape apart."""
-    samples = (model.norm.weight[...], model.embed_tokens.weight[:8], model.layers.self_attn.q_proj.weight[:, :1])
-    crc = 0
-    for sample in samples:
-        crc = zlib.crc32(np.ascontiguousarray(np.asarray(jax.device_get(sample), np.float32)).tobytes(), crc)
-    return crc
+def _is_evaluated(lines: list[dict[str, Any]], step: int) -> bool:
+    return any(line["step"] == step and "eval_loss" in line for line in lines)

@@ -21,10 +21,11 @@ from fastjax.models.lora import LoraConfig, apply_lora
 from fastjax.models.peft_io import load_adapter, save_adapter
 from fastjax.train.config import TrainConfig
 from fastjax.train.data import TokenisedDataset, prompt_ids
-from fastjax.train.loop import Trainer, TrainResult
+from fastjax.train.loop import Trainer
 from fastjax.train.mesh import make_mesh
 from fastjax.train.metrics import check_writer
 from fastjax.train.parts import Base, answer, check_targets, load_rows, lora_settings, open_base
+from fastjax.train.result import TrainResult
 from fastjax.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -49,6 +50,21 @@ class RunResult:
     saved: Path
     sample: tuple[str, str] | None
 
+    @property
+    def training_loss(self) -> float | None:
+        """Mean loss of a target token over this call's steps."""
+        return self.training.training_loss
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """This call's figures under HF's names, see `TrainResult`."""
+        return self.training.metrics
+
+    @property
+    def log_history(self) -> list[dict[str, Any]]:
+        """The objects of metrics.jsonl."""
+        return self.training.log_history
+
     def to_dict(self) -> dict[str, Any]:
         """In a form that JSON takes."""
         training, evaluation = self.training, self.training.evaluation
@@ -56,10 +72,12 @@ class RunResult:
             "saved": str(self.saved),
             "step": training.step,
             "loss": training.loss,
+            "training_loss": training.training_loss,
             "eval_loss": None if evaluation is None else evaluation.loss,
             "num_target_tokens": training.num_target_tokens,
             "num_tokens": training.num_tokens,
             "seconds": training.seconds,
+            "metrics": training.metrics,
             "sample": None if self.sample is None else dict(zip(("before", "after"), self.sample, strict=True)),
         }
 
@@ -67,7 +85,10 @@ class RunResult:
         training, evaluation = self.training, self.training.evaluation
         loss = "" if training.loss is None else f", loss {training.loss:.4f}"
         eval_loss = "" if evaluation is None else f", eval_loss {evaluation.loss:.4f}"
-        return f"{training.step} steps in {training.seconds:.0f} s{loss}{eval_loss}; saved in {self.saved}"
+        steps = f"{training.step - training.first_step} steps"
+        if training.first_step:
+            steps += f" ({training.first_step + 1} to {training.step})" if training.step > training.first_step else ""
+        return f"{steps} in {training.seconds:.0f} s{loss}{eval_loss}; saved in {self.saved}"
 
 
 def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = print) -> RunResult:
@@ -91,10 +112,7 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = pri
     if config.sample_prompt is not None:
         prompt_ids(base.tokenizer, config.sample_prompt, chat=bool(base.tokenizer.chat_template))
     rows = load_rows(config.data, config, base)
-    say(str(rows.report))
     eval_rows = None if config.eval_data is None else load_rows(config.eval_data, config, base)
-    if eval_rows is not None:
-        say(str(eval_rows.report))
     model = load_model(base.checkpoint, config.dtype, mesh)
     if config.adapter is not None:
         lora = load_adapter(model, config.adapter)
@@ -131,15 +149,21 @@ def train_model(
             save_adapter(trained, lora, target, base.checkpoint.name)
             save_tokenizer(base.tokenizer, target)
 
-    trainer = Trainer(model, config, rows, eval_rows, lora=lora, mesh=mesh, finish=save)
+    before: list[str] = []
+
+    def start(loaded: CausalLM) -> None:
+        before.extend(_sample(config, base, loaded, "before", say))
+
+    trainer = Trainer(model, config, rows, eval_rows, lora=lora, mesh=mesh, start=start, finish=save, say=say)
     trainer.folder.check(config.resume, config.overwrite_output_dir)
+    for report in (rows.report, None if eval_rows is None else eval_rows.report):
+        if report is not None:
+            say(str(report))
     say(_plan(trainer))
-    before = _sample(config, base, model, "before", say)
     training = trainer.train()
-    after = _sample(config, base, model, "after", say)
+    after = _sample(config, base, model, "after", say) if before else []
     saved = trainer.folder.model if lora is None else trainer.folder.adapter
-    sample = None if before is None or after is None else (before, after)
-    return RunResult(training, saved, sample)
+    return RunResult(training, saved, (before[0], after[0]) if before else None)
 
 
 def _plan(trainer: Trainer) -> str:
@@ -151,12 +175,13 @@ def _plan(trainer: Trainer) -> str:
     )
 
 
-def _sample(config: TrainConfig, base: Base, model: CausalLM, when: str, say: Say) -> str | None:
+def _sample(config: TrainConfig, base: Base, model: CausalLM, when: str, say: Say) -> list[str]:
+    """The answer to sample_prompt, if there is one."""
     if config.sample_prompt is None:
-        return None
-    text = answer(model, base, [config.sample_prompt], max_new_tokens=_SAMPLE_TOKENS)[0]
-    say(f"\n{when} training, {config.sample_prompt!r} is answered:\n{text}\n")
-    return text
+        return []
+    texts = answer(model, base, [config.sample_prompt], max_new_tokens=_SAMPLE_TOKENS)
+    say(f"\n{when} training, {config.sample_prompt!r} is answered:\n{texts[0]}\n")
+    return texts
 
 
 def _check_sources(config: TrainConfig) -> None:

@@ -100,6 +100,11 @@ class RunFolder:
         with replace_file(self.config) as file:
             file.write(f"{_MARK}\n{text}".encode())
 
+    def has_result(self, method: str, since: Path) -> bool:
+        """Whether the adapter, or the model of method=full, was written whole after the checkpoint `since`."""
+        written = self.model / "config.json" if method == "full" else self.adapter / "adapter_config.json"
+        return written.is_file() and written.stat().st_mtime_ns >= (since / MANIFEST).stat().st_mtime_ns
+
     def is_empty(self) -> bool:
         """Whether the folder is absent or holds nothing."""
         return not self.path.exists() or not any(self.path.iterdir())

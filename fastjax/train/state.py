@@ -24,6 +24,12 @@ from fastjax.train.optim import parameter_name
 _FORMAT = 1
 MANIFEST = "checkpoint.json"
 
+# Parts of a fingerprint whose values say nothing to a person.
+_CHECKSUMS = {
+    "data": "the tokenised rows are others: look at data, max_seq_length, train_on, long_rows, the tokenizer",
+    "base_weights": "the base model's weights are others",
+}
+
 
 @dataclass(frozen=True)
 class TrainState:
@@ -148,7 +154,8 @@ def restore(checkpoint: Path, template: TrainState, fingerprint: Mapping[str, An
     if differing:
         raise UserError(
             f"{checkpoint} was saved by a run with other settings: {'; '.join(differing)}. "
-            "Give the settings of that run, or train into another output_dir"
+            "Give the settings of that run, or start a new one in another output_dir, whose --adapter may be this "
+            "run's adapter"
         )
     leaves = _named_leaves(template)
     differing = differences(manifest["leaves"], {name: _describe(leaf) for name, leaf in leaves.items()})
@@ -174,6 +181,8 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
         old, new = saved.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             found += differences(old, new, f"{prefix}{key}.")
+        elif old != new and key in _CHECKSUMS:
+            found.append(f"{_CHECKSUMS[key]} (checksum {old} then, {new} now)")
         elif old != new:
             found.append(f"{prefix}{key} was {old!r} and is now {new!r}")
     return found

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import jax
@@ -59,7 +60,7 @@ ROWS = dataset([13, 16, 9, 12, 16, 10, 15])
 EVAL_ROWS = dataset([12, 16, 5], seed=1)
 
 
-def trainer(folder, eval_rows=None, rows=ROWS, finish=None, **settings):
+def trainer(folder, eval_rows=None, rows=ROWS, finish=None, say=print, **settings):
     model = apply_lora(CausalLM(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float32), LORA, jax.random.key(0))
     common = {
         "per_device_train_batch_size": 2,
@@ -68,7 +69,7 @@ def trainer(folder, eval_rows=None, rows=ROWS, finish=None, **settings):
         "report_to": "none",
     }
     config = TrainConfig(output_dir=str(folder), **{**common, **settings})
-    return Trainer(model, config, rows, eval_rows, lora=LORA, finish=finish)
+    return Trainer(model, config, rows, eval_rows, lora=LORA, finish=finish, say=say)
 
 
 def adapter(run):
@@ -182,9 +183,74 @@ def test_resuming_with_other_settings_names_them(whole, tmp_path):
     shutil.copytree(folder, tmp_path / "run")
     with pytest.raises(UserError, match="seed was 3407 and is now 1"):
         trainer(tmp_path / "run", resume="auto", num_train_epochs=3, seed=1).train()
+    changed = {"learning_rate": 1.0, "lr_scheduler_type": "cosine", "warmup_steps": 1, "weight_decay": 0.1,
+               "max_grad_norm": 2.0, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6}  # fmt: skip
+    with pytest.raises(UserError, match="--adapter") as error:
+        trainer(tmp_path / "run", resume="auto", num_train_epochs=3, **changed).train()
+    for name, value in changed.items():
+        assert re.search(f"{name} was .* and is now {value!r}", str(error.value))
+    with pytest.raises(UserError, match="the tokenised rows are others"):
+        trainer(tmp_path / "run", resume="auto", rows=EVAL_ROWS).train()
     with pytest.raises(UserError, match="at step 6, and this run ends at 2"):
         trainer(tmp_path / "run", resume="auto", max_steps=2).train()
     assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == [2, 4, 6]
+
+
+def test_resuming_with_other_reporting_and_a_later_end_says_so_and_is_taken(whole, tmp_path, capsys):
+    import shutil
+
+    folder, _, _, _ = whole
+    shutil.copytree(folder, tmp_path / "run")
+    said = []
+    settings = {"logging_steps": 3, "save_steps": 50, "per_device_eval_batch_size": 2, "remat": "none"}
+    result = trainer(tmp_path / "run", resume="auto", max_steps=7, say=said.append, **settings).train()
+    assert said[0] == f"going on from {tmp_path / 'run' / 'checkpoints' / '6'} (step 6 of 7)"
+    assert said[1].startswith("note: the run was to end at step 6 and now ends at step 7; the linear schedule is")
+    assert (result.first_step, result.step, result.num_rows) == (6, 7, 4)
+    # Not a terminal: whole lines, no carriage return.
+    assert re.fullmatch(r"step 7/7 loss \d+\.\d{4} \d+ tokens/s\n", capsys.readouterr().err)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(whole, tmp_path):
+    import shutil
+
+    folder, run, _, _ = whole
+    shutil.copytree(folder, tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    said = []
+    again = trainer(tmp_path / "run", EVAL_ROWS, resume="auto", num_train_epochs=3, say=said.append)
+    result = again.train()
+    assert said == ["already at step 6 of 6; raise --max_steps or --num_train_epochs to go on"]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert (result.first_step, result.step, result.training_loss) == (6, 6, None)
+    # The model in hand is the trained one.
+    for ours, theirs in zip(adapter(again), adapter(run), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_run_killed_before_its_result_was_written_writes_it_when_resumed(whole, tmp_path):
+    import shutil
+
+    folder, _, _, _ = whole
+    shutil.copytree(folder, tmp_path / "run")
+    finished = []
+    settings = {"resume": "auto", "num_train_epochs": 3, "finish": lambda model, place: finished.append(place)}
+    trainer(tmp_path / "run", **settings).train()
+    assert len(finished) == 1
+
+
+def test_the_result_has_the_figures_that_trl_users_read(whole):
+    _, _, result, _ = whole
+    lines = [line for line in result.log_history if "loss" in line]
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert result.training_loss == pytest.approx(np.mean([line["loss"] for line in lines]), rel=1e-6)
+    metrics = result.metrics
+    assert set(metrics) == {
+        "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "epoch"
+    }  # fmt: skip
+    assert metrics["train_loss"] == result.training_loss and metrics["epoch"] == 3
+    assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(3 * len(ROWS))
+    assert metrics["train_steps_per_second"] * metrics["train_runtime"] == pytest.approx(6)
 
 
 def test_a_folder_in_use_is_refused_and_an_overwritten_one_starts_anew(whole, tmp_path):

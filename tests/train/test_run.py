@@ -11,7 +11,11 @@ import pytest
 import yaml
 
 from fastjax import evaluate, export
+from fastjax.cli import parse
 from fastjax.train.__main__ import main as train
+from fastjax.train.config import TrainConfig
+from fastjax.train.result import TrainResult
+from fastjax.train.run import RunResult
 
 LORA = {"lora_r": 4, "lora_alpha": 8, "target_modules": "q_proj,v_proj,down_proj"}
 
@@ -119,6 +123,39 @@ def test_the_resolved_config_names_the_run_and_nothing_that_deletes_one(finished
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
     assert train(["--config", str(output / "config.yaml")]) == 2
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+
+
+def test_a_finished_run_that_is_resumed_says_so_and_is_left_as_it_is(finished, capsys):
+    output, _ = finished
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    assert train(["--config", str(output / "config.yaml"), "--resume", "auto"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    printed = capsys.readouterr().out
+    assert "already at step 4 of 4; raise --max_steps or --num_train_epochs to go on" in printed
+    assert "is answered" not in printed and printed.splitlines()[-1].startswith("0 steps in 0 s")
+
+
+def test_the_python_face_reports_on_both_sets_of_rows_too(finished, common):
+    from fastjax.models.checkpoint.load import load_model
+    from fastjax.models.peft_io import load_adapter
+    from fastjax.train.parts import load_rows, open_base
+    from fastjax.train.run import train_model
+
+    output, _ = finished
+    config = parse(TrainConfig, ["--config", str(output / "config.yaml"), "--resume", "auto"])[0]
+    base = open_base(config.model)
+    model = load_model(base.checkpoint, config.dtype)
+    lora = load_adapter(model, output / "adapter")
+    rows, eval_rows = load_rows(config.data, config, base), load_rows([{"text": "red"}], config, base)
+    said: list[str] = []
+    train_model(config, base, model, lora, rows, eval_rows, say=said.append)
+    assert said[0] == str(rows.report) and said[1] == str(eval_rows.report)
+
+
+def test_the_last_line_counts_the_steps_of_this_call():
+    result = TrainResult(4, 2, 2.0, [{"step": 4, "loss": 1.5}], seconds=20.0)
+    assert str(RunResult(result, Path("a"), None)) == "2 steps (3 to 4) in 20 s, loss 1.5000; saved in a"
+    assert str(RunResult(TrainResult(4, 0, 2.0, [], seconds=9.0), Path("a"), None)) == "4 steps in 9 s; saved in a"
 
 
 def test_training_goes_on_from_an_adapter_with_its_own_settings(finished, common, tmp_path, capsys):
