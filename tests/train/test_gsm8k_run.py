@@ -1,4 +1,4 @@
-"""A LoRA run of the real model on real rows: the evaluation loss falls, and PEFT computes the same for what was saved."""
+"""A LoRA run of the real model on real rows: the loss falls, and PEFT computes the same for what was saved."""
 
 import json
 import os
