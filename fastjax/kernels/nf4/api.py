@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from fastjax.kernels._dispatch import choose, triton_reason
 from fastjax.kernels.nf4.pallas_triton import dequantize_pallas, quantize_pallas
 from fastjax.kernels.nf4.reference import dequantize_reference, quantize_reference
-from fastjax.kernels.nf4.tables import CODES
+from fastjax.kernels.nf4.tables import BLOCK_SIZE, CODES
 from fastjax.kernels.nf4.weight import QuantizedWeight
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -81,10 +81,7 @@ def dequantize(
 def check_one_layer(weight: QuantizedWeight) -> None:
     """Raises: ValueError for a weight that breaks its invariants, or that still has its layer axis."""
     weight.check()
-    if weight.absmax.ndim + 1 != weight.codes.ndim + (1 if weight.codes.ndim == weight.absmax.ndim else 0):
-        raise ValueError(f"codes {weight.codes.shape} and absmax {weight.absmax.shape} differ in rank")
-    expected = 2 if weight.shape[1] % 64 == 0 else 1
-    if weight.codes.ndim != expected:
+    if weight.codes.ndim != (2 if weight.shape[1] % BLOCK_SIZE == 0 else 1):
         raise ValueError(
             f"codes {weight.codes.shape} hold {weight.codes.shape[0]} layers; take one, jax.tree.map(lambda x: x[i], w)"
         )
