@@ -13,7 +13,7 @@ class Tiles:
 
 
 def dequantize_tiles() -> Tiles:
-    return Tiles(num_blocks=32, num_steps=1, num_warps=4)
+    return Tiles(num_blocks=64, num_steps=1, num_warps=4)
 
 
 def quantize_tiles() -> Tiles:

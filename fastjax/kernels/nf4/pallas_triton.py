@@ -5,6 +5,7 @@ and the values of both come from float32 tables in the L1 cache: [16] entries, i
 which a warp's 32 different look-ups read in one go.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -63,10 +64,14 @@ def _dequantize_kernel(codes_ref, table_ref, *refs, size: int, tiles: Tiles):
         element = block[:, None] * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)
         whole = size % BLOCK_SIZE == 0
         codes = plgpu.load(codes_ref.at[byte], **({} if whole else {"mask": byte < (size + 1) // 2, "other": 0}))
-        absmax = load_absmax(absmax_refs, block)[:, None]
-        high, low = lookup(table_ref, codes)
-        values = interleave((high * absmax).astype(out_ref.dtype), (low * absmax).astype(out_ref.dtype))
+        values = _block_values(codes, table_ref, load_absmax(absmax_refs, block), out_ref.dtype)
         plgpu.store(out_ref.at[element], values, mask=None if whole else element < size)
+
+
+def _block_values(codes: jax.Array, table_ref, absmax: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """[blocks, 32] bytes to [blocks, 64] values."""
+    high, low = lookup(table_ref, codes)
+    return interleave((high * absmax[:, None]).astype(dtype), (low * absmax[:, None]).astype(dtype))
 
 
 def dequantize_pallas(
@@ -84,6 +89,58 @@ def dequantize_pallas(
         interpret=interpret,
         name="nf4_dequantize",
     )(weight.codes.reshape(-1), jnp.asarray(CODES[weight.quant_type]), *absmax_operands(weight)).reshape(weight.shape)
+
+
+def _joined_kernel(codes_ref, table_ref, *refs, shape: tuple[int, int], first_row: int, tiles: Tiles, has_buffer: bool):
+    """As `_dequantize_kernel`, into rows first_row... of a matrix that may have more columns than the weight."""
+    *absmax_refs, out_ref = refs
+    absmax_refs = absmax_refs[: len(absmax_refs) - has_buffer]
+    blocks_per_row = shape[1] // BLOCK_SIZE
+    last_block = shape[0] * blocks_per_row - 1
+    block = jnp.minimum(pl.program_id(0) * tiles.num_blocks + jnp.arange(tiles.num_blocks), last_block)
+    codes = plgpu.load(codes_ref.at[block[:, None] * _HALF + jnp.arange(_HALF)])
+    row = block // blocks_per_row
+    column = (block - row * blocks_per_row)[:, None] * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)
+    values = _block_values(codes, table_ref, load_absmax(absmax_refs, block), out_ref.dtype)
+    plgpu.store(out_ref.at[(first_row + row)[:, None], column], values)
+
+
+def dequantize_joined(
+    weights: Sequence[QuantizedWeight],
+    dtype: jnp.dtype,
+    *,
+    extra_columns: int = 0,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """The weights below one another in one buffer, [sum out, in + extra_columns]; the extra columns hold anything.
+
+    All have the same `in`, a multiple of 64.
+    """
+    tiles = tiles or dequantize_tiles()
+    num_rows = sum(weight.shape[0] for weight in weights)
+    num_in = weights[0].shape[1]
+    buffer: tuple[jax.Array, ...] = ()
+    first_row = 0
+    for weight in weights:
+        assert weight.shape[1] == num_in and num_in % BLOCK_SIZE == 0
+        operands = (weight.codes.reshape(-1), jnp.asarray(CODES[weight.quant_type]), *absmax_operands(weight), *buffer)
+        kernel = partial(
+            _joined_kernel, shape=weight.shape, first_row=first_row, tiles=tiles, has_buffer=bool(buffer)
+        )
+        num_blocks = weight.shape[0] * num_in // BLOCK_SIZE
+        out = pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((num_rows, num_in + extra_columns), dtype),
+            grid=(pl.cdiv(num_blocks, tiles.num_blocks),),
+            input_output_aliases={len(operands) - 1: 0} if buffer else {},
+            compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
+            interpret=interpret,
+            name="nf4_dequantize_joined",
+        )(*operands)
+        buffer = (out,)
+        first_row += weight.shape[0]
+    return buffer[0]
 
 
 def _exactly(operation: str, *args: jax.Array, interpret: bool) -> jax.Array:

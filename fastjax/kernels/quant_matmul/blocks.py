@@ -35,44 +35,35 @@ class GradientTiles:
     num_warps: int
 
 
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(d for d in range(1, limit + 1) if number % d == 0)
-
-
-def _power_of_two_divisor(number: int, limit: int) -> int:
-    divisor = 1
-    while divisor * 2 <= limit and number % (divisor * 2) == 0:
-        divisor *= 2
-    return divisor
-
-
-def vector_tiles(num_rows: int, shape: tuple[int, int], dtype) -> Tiles:
-    num_blocks = shape[1] // BLOCK_SIZE
-    blocks = _power_of_two_divisor(num_blocks, 8)
-    unroll = _largest_divisor(num_blocks // blocks, 4 if num_rows == 1 else 2)
-    steps = num_blocks // (blocks * unroll)
-    # Enough programs to fill the multiprocessors several times over; fewer parts mean less to add afterwards.
-    splits = next((d for d in range(1, steps + 1) if steps % d == 0 and d * shape[0] >= 16 * 1024), steps)
-    return Tiles(rows=1, out=16, blocks=blocks, unroll=unroll, splits=splits, num_warps=4)
-
-
-def matrix_tiles(num_rows: int, shape: tuple[int, int], dtype) -> Tiles:
-    num_blocks = shape[1] // BLOCK_SIZE
-    blocks = _power_of_two_divisor(num_blocks, 8)
-    # The tensor cores take 16 values along `in` at a time.
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    steps = num_blocks // blocks
-    splits = next((d for d in range(1, steps + 1) if steps % d == 0 and d * shape[0] >= 64 * 512), steps)
-    return Tiles(rows=rows, out=64, blocks=blocks, unroll=1, splits=splits, num_warps=4)
-
-
-def gradient_tiles(num_rows: int) -> GradientTiles:
-    return GradientTiles(rows=16 if num_rows <= 16 else 64, blocks=1, out=64, num_warps=4)
-
-
-# Rows of x up to which decoding inside the product beats dequantising first; see benchmarks/results/quant_matmul.md.
+# Rows of x up to which the vector kernel is the faster one, and up to which decoding inside the product beats
+# dequantising first: benchmarks/results/quant_matmul.md, on an H200. Not measured on other GPUs, where they hold too.
+_VECTOR_ROWS = 2
 _FUSED_ROWS = 64
 
 
 def fused_is_faster(num_rows: int) -> bool:
     return num_rows <= _FUSED_ROWS
+
+
+def forward_tiles(num_rows: int, shape: tuple[int, int]) -> Tiles:
+    """Tiles for x [num_rows, in] and W of this shape (out, in).
+
+    `in` is split until there are enough programs to fill the multiprocessors several times over, and no further, since
+    the parts must be added afterwards.
+    """
+    num_out, num_in = shape
+    is_vector = num_rows <= _VECTOR_ROWS
+    blocks = 8
+    unroll = 4 if is_vector and num_in >= 4 * blocks * BLOCK_SIZE else 1
+    steps = -(-num_in // (BLOCK_SIZE * blocks * unroll))
+    wanted = 14336 if is_vector else 32768
+    splits = next((d for d in range(1, steps + 1) if steps % d == 0 and d * num_out >= wanted), steps)
+    if is_vector:
+        return Tiles(rows=1, out=16, blocks=blocks, unroll=unroll, splits=splits, num_warps=4)
+    # The tensor cores take at least 16 rows.
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    return Tiles(rows=rows, out=64, blocks=blocks, unroll=1, splits=splits, num_warps=4)
+
+
+def gradient_tiles(num_rows: int) -> GradientTiles:
+    return GradientTiles(rows=16 if num_rows <= 16 else 64, blocks=1, out=64, num_warps=4)

@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 from fastjax.kernels.nf4.pallas_triton import absmax_operands, interleave, load_absmax, lookup
 from fastjax.kernels.nf4.tables import BLOCK_SIZE, CODES
 from fastjax.kernels.nf4.weight import QuantizedWeight
-from fastjax.kernels.quant_matmul.blocks import GradientTiles, Tiles, gradient_tiles, matrix_tiles, vector_tiles
+from fastjax.kernels.quant_matmul.blocks import GradientTiles, Tiles, forward_tiles, gradient_tiles
 
 _WORDS = BLOCK_SIZE // 8
 
@@ -133,16 +133,25 @@ def _masked_scale(absmax_refs, row: jax.Array, block: jax.Array, num_blocks: int
     return scale if whole else jnp.where(block < num_blocks, scale, 0.0)
 
 
+def _sorted_refs(refs, rank: int):
+    """(absmax refs, (x . A, B) refs or (), output ref)."""
+    *inputs, out_ref = refs
+    return (inputs[:-2], inputs[-2:], out_ref) if rank else (inputs, (), out_ref)
+
+
 def _load_table(table_ref, exact: bool):
     return table_ref if exact else [table_ref[i] for i in range(8)]
 
 
-def _vector_kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Tiles, exact: bool, interpret: bool):
+def _vector_kernel(
+    x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Tiles, rank: int, exact: bool, interpret: bool
+):
     """Owns tiles.out rows of W and one of tiles.splits parts of `in`; num_rows accumulators [out, blocks, 8] float32.
 
-    The loads of tiles.unroll steps are issued before the first value is used.
+    The loads of tiles.unroll steps are issued before the first value is used. With an adapter, the first part adds
+    (x . A) . B of these rows at the end.
     """
-    *absmax_refs, out_ref = refs
+    absmax_refs, adapter_refs, out_ref = _sorted_refs(refs, rank)
     num_out, num_in = shape
     num_blocks = num_in // BLOCK_SIZE
     column = pl.program_id(0) * tiles.out + jnp.arange(tiles.out)
@@ -176,12 +185,22 @@ def _vector_kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, til
     totals = step(0, totals) if num_steps == 1 else jax.lax.fori_loop(0, num_steps, step, totals)
     for m, total in enumerate(totals):
         y = jnp.sum(total.reshape(tiles.out, tiles.blocks * _WORDS), axis=1)
+        if rank:
+            index = jnp.arange(rank)
+            xa = plgpu.load(adapter_refs[0].at[m * rank + index]).astype(jnp.float32)
+            lora_b = plgpu.load(adapter_refs[1].at[row[:, None] * rank + index]).astype(jnp.float32)
+            y = y + jnp.where(part == 0, jnp.sum(lora_b * xa, axis=1), 0.0)
         plgpu.store(out_ref.at[part, m, column], y.astype(out_ref.dtype), mask=column < num_out)
 
 
-def _matrix_kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Tiles, exact: bool, interpret: bool):
-    """Owns y[rows, out] for one part of `in`: accumulates y^T [out, rows] in float32 on the tensor cores."""
-    *absmax_refs, out_ref = refs
+def _matrix_kernel(
+    x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Tiles, rank: int, exact: bool, interpret: bool
+):
+    """Owns y[rows, out] for one part of `in`: accumulates y^T [out, rows] in float32 on the tensor cores.
+
+    With an adapter, the first part adds (x . A) . B.
+    """
+    absmax_refs, adapter_refs, out_ref = _sorted_refs(refs, rank)
     num_out, num_in = shape
     num_blocks = num_in // BLOCK_SIZE
     column = pl.program_id(0) * tiles.out + jnp.arange(tiles.out)
@@ -209,23 +228,41 @@ def _matrix_kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, til
         return total
 
     total = jax.lax.fori_loop(0, num_steps, step, jnp.zeros((tiles.out, tiles.rows), jnp.float32))
+    if rank:
+        index = jnp.arange(rank)
+        xa = plgpu.load(adapter_refs[0].at[x_row_inside * rank + index])
+        lora_b = plgpu.load(adapter_refs[1].at[row[:, None] * rank + index])
+        total = total + jnp.where(part == 0, _dot(lora_b, xa), 0.0)
     inside = (x_row[None] < num_rows) & (column[:, None] < num_out)
     plgpu.store(out_ref.at[part, x_row[None], column[:, None]], total.astype(out_ref.dtype), mask=inside)
 
 
 def quant_matmul_pallas(
-    x: jax.Array, weight: QuantizedWeight, *, tiles: Tiles | None = None, interpret: bool = False
+    x: jax.Array,
+    weight: QuantizedWeight,
+    adapter: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
-    """x [M, in] . W^T, [M, out] in x's dtype. `in` is a multiple of 64. See `fastjax.kernels.quant_matmul`."""
+    """x [M, in] . W^T + xa . B^T, [M, out] in x's dtype. `in` is a multiple of 64. See `fastjax.kernels.quant_matmul`.
+
+    adapter: (xa [M, R], B [out, R]) in x's dtype, or None.
+    """
     num_rows, num_in = x.shape
     num_out = weight.shape[0]
     exact = x.dtype == jnp.float32
     if tiles is None:
-        choose_tiles = vector_tiles if num_rows <= 4 else matrix_tiles
-        tiles = choose_tiles(num_rows, weight.shape, x.dtype)
+        tiles = forward_tiles(num_rows, weight.shape)
     is_vector = tiles.rows == 1
     row_tiles = 1 if is_vector else pl.cdiv(num_rows, tiles.rows)
     table = CODES[weight.quant_type] if exact else byte_tables(weight.quant_type)
+    rank = 0
+    operands: tuple[jax.Array, ...] = ()
+    if adapter is not None:
+        # Triton's tiles are powers of two, and its tensor-core products have at least 16 terms.
+        rank = max(16, pl.next_power_of_2(adapter[0].shape[1]))
+        operands = tuple(jnp.pad(v, ((0, 0), (0, rank - v.shape[1]))).reshape(-1) for v in adapter)
     out_dtype = jnp.float32 if tiles.splits > 1 else x.dtype
     planes = x.reshape(num_rows, num_in // 8, 8).swapaxes(1, 2)
     parts = pl.pallas_call(
@@ -234,6 +271,7 @@ def quant_matmul_pallas(
             shape=weight.shape,
             num_rows=num_rows,
             tiles=tiles,
+            rank=rank,
             exact=exact,
             interpret=interpret,
         ),
@@ -247,6 +285,7 @@ def quant_matmul_pallas(
         jax.lax.bitcast_convert_type(weight.codes.reshape(-1, 4), jnp.uint32),
         jnp.asarray(table),
         *absmax_operands(weight),
+        *operands,
     )
     return parts[0] if tiles.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
 
