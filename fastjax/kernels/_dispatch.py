@@ -10,7 +10,7 @@ _OLDEST_COMPUTE_CAPABILITY = 8.0
 
 def target_device() -> jax.Device:
     """The device that computations go to now: jax's default device, which may be a described one."""
-    device = jax.config.jax_default_device
+    device = jax.config.values["jax_default_device"]
     if device is None or isinstance(device, str):
         return jax.devices(device)[0]
     return device
@@ -26,7 +26,10 @@ def triton_reason(interpret: bool = False) -> str | None:
         return None
     device = target_device()
     if not target_is_gpu():
-        return f"needs an NVIDIA GPU, and this process computes on {device.platform}; interpret=True runs it there, slowly"
+        return (
+            f"needs an NVIDIA GPU, and this process computes on {device.platform}; "
+            "interpret=True runs it there, slowly"
+        )
     capability = float(getattr(device, "compute_capability", _OLDEST_COMPUTE_CAPABILITY))
     if capability < _OLDEST_COMPUTE_CAPABILITY:
         return f"needs compute capability 8.0 or later; {device.device_kind} has {capability}"

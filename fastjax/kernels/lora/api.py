@@ -123,7 +123,9 @@ def _ends(parts: tuple) -> list[int]:
 
 
 def _matrix(weight, dtype: jnp.dtype, interpret: bool) -> jax.Array:
-    return dequantize(weight, dtype, interpret=interpret) if isinstance(weight, QuantizedWeight) else weight.astype(dtype)
+    if isinstance(weight, QuantizedWeight):
+        return dequantize(weight, dtype, interpret=interpret)
+    return weight.astype(dtype)
 
 
 def _forward(x, weights, lora_as, lora_bs, scales, implementation, interpret):
@@ -135,12 +137,14 @@ def _backward(implementation, interpret, residuals, douts):
     x, weights, lora_as, lora_bs, scales = residuals
     scaled = [scale * b for scale, b in zip(scales, lora_bs, strict=True)]
     if implementation == "joined":
-        dx, das, dbs = joined_backward(jnp.concatenate(douts, axis=1), x, weights, lora_as, scaled, interpret)
+        dx, dlora_as, dscaled = joined_backward(
+            jnp.concatenate(douts, axis=1), x, weights, lora_as, scaled, interpret
+        )
     else:
-        dx, das, dbs = _separate_backward(douts, x, weights, lora_as, scaled, implementation, interpret)
-    das = tuple(d.astype(a.dtype) for d, a in zip(das, lora_as, strict=True))
-    dbs = tuple((scale * d).astype(b.dtype) for scale, d, b in zip(scales, dbs, lora_bs, strict=True))
-    return dx, None, das, dbs, None
+        dx, dlora_as, dscaled = _separate_backward(douts, x, weights, lora_as, scaled, implementation, interpret)
+    dlora_as = [d.astype(a.dtype) for d, a in zip(dlora_as, lora_as, strict=True)]
+    dlora_bs = [(scale * d).astype(b.dtype) for scale, d, b in zip(scales, dscaled, lora_bs, strict=True)]
+    return dx, None, tuple(dlora_as), tuple(dlora_bs), None
 
 
 def _separate_backward(douts, x, weights, lora_as, scaled, implementation, interpret):

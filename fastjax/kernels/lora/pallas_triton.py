@@ -24,7 +24,16 @@ _HALF = BLOCK_SIZE // 2
 
 
 def _sum_kernel(
-    codes_ref, table_ref, lora_a_ref, lora_b_ref, *refs, shape, first_row: int, rank: int, tiles: SumTiles, has_buffer: bool
+    codes_ref,
+    table_ref,
+    lora_a_ref,
+    lora_b_ref,
+    *refs,
+    shape: tuple[int, int],
+    first_row: int,
+    rank: int,
+    tiles: SumTiles,
+    has_buffer: bool,
 ):
     """Owns [rows, blocks * 64] of one weight: decodes them as float32, adds B[rows] . A[:, columns]."""
     *absmax_refs, out_ref = refs

@@ -10,6 +10,8 @@ from fastjax.kernels.nf4.reference import dequantize_reference, quantize_referen
 from fastjax.kernels.nf4.tables import BLOCK_SIZE, CODES
 from fastjax.kernels.nf4.weight import QuantizedWeight
 
+_quantize_reference = jax.jit(quantize_reference, static_argnames=("quant_type", "nested"))
+_dequantize_reference = jax.jit(dequantize_reference, static_argnums=1)
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -45,7 +47,7 @@ def quantize(
         raise ValueError(f"quant_type={quant_type!r} is unknown; known: {', '.join(CODES)}")
     reasons = {"pallas_triton": triton_reason(interpret), "reference": None}
     if choose("nf4.quantize", implementation, reasons) == "reference":
-        return quantize_reference(weight, quant_type=quant_type, nested=nested)
+        return _quantize_reference(weight, quant_type=quant_type, nested=nested)
     return quantize_pallas(weight, quant_type=quant_type, nested=nested, interpret=interpret)
 
 
@@ -74,7 +76,7 @@ def dequantize(
         raise ValueError(f"dtype={dtype} must be bfloat16, float16 or float32")
     reasons = {"pallas_triton": triton_reason(interpret), "reference": None}
     if choose("nf4.dequantize", implementation, reasons) == "reference":
-        return dequantize_reference(weight, dtype)
+        return _dequantize_reference(weight, dtype)
     return dequantize_pallas(weight, dtype, interpret=interpret)
 
 

@@ -63,7 +63,8 @@ def _dequantize_kernel(codes_ref, table_ref, *refs, size: int, tiles: Tiles):
         byte = block[:, None] * _HALF + jnp.arange(_HALF)
         element = block[:, None] * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)
         whole = size % BLOCK_SIZE == 0
-        codes = plgpu.load(codes_ref.at[byte], **({} if whole else {"mask": byte < (size + 1) // 2, "other": 0}))
+        inside = None if whole else byte < (size + 1) // 2
+        codes = plgpu.load(codes_ref.at[byte], mask=inside, other=None if whole else 0)
         values = _block_values(codes, table_ref, load_absmax(absmax_refs, block), out_ref.dtype)
         plgpu.store(out_ref.at[element], values, mask=None if whole else element < size)
 
@@ -74,6 +75,7 @@ def _block_values(codes: jax.Array, table_ref, absmax: jax.Array, dtype: jnp.dty
     return interleave((high * absmax[:, None]).astype(dtype), (low * absmax[:, None]).astype(dtype))
 
 
+@partial(jax.jit, static_argnames=("dtype", "tiles", "interpret"))
 def dequantize_pallas(
     weight: QuantizedWeight, dtype: jnp.dtype, *, tiles: Tiles | None = None, interpret: bool = False
 ) -> jax.Array:
@@ -165,8 +167,8 @@ def _quantize_kernel(weight_ref, order_ref, codes_ref, absmax_ref, *, size: int,
     whole = size % BLOCK_SIZE == 0
 
     def load(element):
-        masked = {} if whole else {"mask": element < size, "other": 0.0}
-        return plgpu.load(weight_ref.at[element], **masked).astype(jnp.float32)
+        inside = None if whole else element < size
+        return plgpu.load(weight_ref.at[element], mask=inside, other=None if whole else 0.0).astype(jnp.float32)
 
     pair = (load(2 * byte), load(2 * byte + 1))
     absmax = jnp.max(jnp.maximum(jnp.abs(pair[0]), jnp.abs(pair[1])), axis=1)

@@ -119,12 +119,14 @@ def quantize_absmax(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]
 def torch_mean(values: jax.Array) -> jax.Array:
     """float32 mean of float32 [n], added in the order in which torch adds on one CPU thread with 8-wide vectors.
 
+    Fewer than 8 values are added as vectors of one.
+
     Four accumulators of 8 lanes run over the rows; each is a cascade of four levels, a lower level being emptied into
     the next after 2^p rows. (torch splits 32768 elements and more among its threads, so its own last bit depends on
     their number; so does that of its CUDA mean on the GPU.)
     Source: aten/src/ATen/native/cpu/SumKernel.cpp, in words.
     """
-    lanes, accumulators = 8, 4
+    lanes, accumulators = 8 if values.size >= 8 else 1, 4
     num_vectors = values.size // lanes
     vectors = values[: num_vectors * lanes].reshape(num_vectors, lanes)
     num_steps = num_vectors // accumulators

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,9 +111,9 @@ def abstract_weight(
 ) -> QuantizedWeight:
     """A QuantizedWeight of jax.ShapeDtypeStruct leaves: what a loader fills and what a compiler is shown."""
     layers = () if num_layers is None else (num_layers,)
-    leaves = {
+    leaves: dict[str, Any] = {
         name: jax.ShapeDtypeStruct((*layers, *leaf_shape), leaf_dtype)
         for name, (leaf_shape, leaf_dtype) in packed_shapes(shape, nested=nested).items()
     }
-    absent = dict.fromkeys(("nested_scale", "nested_offset", "nested_table"))
-    return QuantizedWeight(**{**absent, **leaves}, shape=shape, quant_type=quant_type, dtype=jnp.dtype(dtype))
+    absent: dict[str, Any] = dict.fromkeys(("nested_scale", "nested_offset", "nested_table"))
+    return QuantizedWeight(**(absent | leaves), shape=shape, quant_type=quant_type, dtype=jnp.dtype(dtype))

@@ -15,6 +15,7 @@ class Tiles:
       blocks: quantisation blocks of 64 along `in`, a step.
       unroll: steps whose loads are issued together (vector kernel).
       splits: programs that share one tile of y, each with its part of `in`.
+      lookups: half of the weights are decoded through a table in memory, which leaves the integer units less to do.
     """
 
     rows: int
@@ -23,6 +24,7 @@ class Tiles:
     unroll: int
     splits: int
     num_warps: int
+    lookups: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def fused_is_faster(num_rows: int) -> bool:
     return num_rows <= _FUSED_ROWS
 
 
-def forward_tiles(num_rows: int, shape: tuple[int, int]) -> Tiles:
+def forward_tiles(num_rows: int, shape: tuple[int, int], is_float32: bool) -> Tiles:
     """Tiles for x [num_rows, in] and W of this shape (out, in).
 
     `in` is split until there are enough programs to fill the multiprocessors several times over, and no further, since
@@ -53,13 +55,14 @@ def forward_tiles(num_rows: int, shape: tuple[int, int]) -> Tiles:
     """
     num_out, num_in = shape
     is_vector = num_rows <= _VECTOR_ROWS
-    blocks = 8
+    # Without tensor cores every product of a tile is an instruction of its own, which takes long to compile.
+    blocks = 2 if is_float32 and not is_vector else 8
     unroll = 4 if is_vector and num_in >= 4 * blocks * BLOCK_SIZE else 1
     steps = -(-num_in // (BLOCK_SIZE * blocks * unroll))
     wanted = 14336 if is_vector else 32768
     splits = next((d for d in range(1, steps + 1) if steps % d == 0 and d * num_out >= wanted), steps)
     if is_vector:
-        return Tiles(rows=1, out=16, blocks=blocks, unroll=unroll, splits=splits, num_warps=4)
+        return Tiles(rows=1, out=16, blocks=blocks, unroll=unroll, splits=splits, num_warps=4, lookups=True)
     # The tensor cores take at least 16 rows.
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     return Tiles(rows=rows, out=64, blocks=blocks, unroll=1, splits=splits, num_warps=4)

@@ -42,7 +42,9 @@ def _byte_permute(low, high, selector, interpret: bool) -> jax.Array:
         result = jnp.zeros(shape, jnp.uint32)
         for i in range(4):
             nibble = (selector >> (4 * i)) & 15
-            byte = sum(jnp.where(nibble & 7 == k, source, 0) for k, source in enumerate(sources)).astype(jnp.uint32)
+            byte = jnp.zeros(shape, jnp.uint32)
+            for k, source in enumerate(sources):
+                byte = jnp.where(nibble & 7 == k, source, byte)
             byte = jnp.where(nibble & 8 != 0, jnp.where(byte & 128 != 0, 255, 0).astype(jnp.uint32), byte)
             result = result | (byte << (8 * i))
         return result
@@ -60,7 +62,9 @@ def _byte_permute(low, high, selector, interpret: bool) -> jax.Array:
 
 
 def byte_tables(quant_type: str) -> np.ndarray:
-    """uint32 [8]: of the 16 values, the second bytes (4 words) and the top bytes (4 words) as float32.
+    """uint32 [8 + 256]: the 16 values for byte permutations, and the two values of each byte as bfloat16 pairs.
+
+    The first 8 words are, of the values as float32, the second bytes (4 words) and the top bytes (4 words).
 
     The two low bytes repeat the sign bit, which is what a permutation can make out of the top byte: a positive value
     ends in 0000, a negative one in ffff. Among the values of that form the nearest is taken, so that the error is that
@@ -70,21 +74,25 @@ def byte_tables(quant_type: str) -> np.ndarray:
     top = top[(top >> 7) & 255 != 255]
     values = ((top << 16) | np.where(top >> 15, 0xFFFF, 0).astype(np.uint32)).view(np.float32)
     nearest = np.array([top[np.argmin(np.abs(values - code))] if code else 0 for code in CODES[quant_type]], np.uint32)
-    return np.concatenate([(nearest & 255).astype(np.uint8), (nearest >> 8).astype(np.uint8)]).view("<u4")
+    permuted = np.concatenate([(nearest & 255).astype(np.uint8), (nearest >> 8).astype(np.uint8)]).view("<u4")
+    rounded = CODES[quant_type].astype(jnp.bfloat16).view(np.uint16).astype(np.uint32)
+    byte = np.arange(256)
+    return np.concatenate([permuted, rounded[byte >> 4] | rounded[byte & 15] << 16])
 
 
-def _decode(words: jax.Array, table, exact: bool, interpret: bool) -> list[jax.Array]:
+def _decode(words: jax.Array, table_ref, table, tiles: Tiles, exact: bool, interpret: bool) -> list[jax.Array]:
     """The table values of a word's eight codes, in the order of the weight's elements, as float32.
 
     Each nibble is looked up with its three low bits in both halves of the table, byte by byte, and its fourth bit
-    chooses the half. `exact` looks full float32 values up in memory.
+    chooses the half. With tiles.lookups the upper two bytes are looked up in memory, a byte at a time. `exact` looks
+    full float32 values up in memory.
     """
     if exact:
-        pairs = [lookup(table, (words >> (8 * byte)) & 255) for byte in range(4)]
+        pairs = [lookup(table_ref, (words >> (8 * byte)) & 255) for byte in range(4)]
         return [value for pair in pairs for value in pair]
     index, half = words & jnp.uint32(0x77777777), (words >> 1) & jnp.uint32(0x44444444)
     values: list[jax.Array] = []
-    for _ in range(2):
+    for _ in range(1 if tiles.lookups else 2):
         # A byte of the mask is ff where the nibble's fourth bit is 0.
         mask = _byte_permute(0xFF, 0, half, interpret)
 
@@ -100,6 +108,10 @@ def _decode(words: jax.Array, table, exact: bool, interpret: bool) -> list[jax.A
             bits = _byte_permute(second, top, selector, interpret)
             values.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
         index, half = index >> 16, half >> 16
+    for byte in (2, 3) if tiles.lookups else ():
+        pair = plgpu.load(table_ref.at[8 + ((words >> (8 * byte)) & 255).astype(jnp.int32)])
+        for top in (pair << 16, pair & jnp.uint32(0xFFFF0000)):
+            values.append(jax.lax.bitcast_convert_type(top, jnp.float32))
     return values
 
 
@@ -140,7 +152,7 @@ def _sorted_refs(refs, rank: int):
 
 
 def _load_table(table_ref, exact: bool):
-    return table_ref if exact else [table_ref[i] for i in range(8)]
+    return None if exact else [table_ref[i] for i in range(8)]
 
 
 def _vector_kernel(
@@ -169,14 +181,14 @@ def _vector_kernel(
         words = [plgpu.load(words_ref.at[place[:, :, None] * _WORDS + word]) for place in places]
         scales = [_masked_scale(absmax_refs, row, b, num_blocks, whole) for b in blocks]
         for block, word_tile, scale in zip(blocks, words, scales, strict=True):
-            values = _decode(word_tile, table, exact, interpret)
+            values = _decode(word_tile, table_ref, table, tiles, exact, interpret)
             x_word = _clamped(block, num_blocks, whole)[:, None] * _WORDS + word
             new_totals = []
             for m in range(num_rows):
-                total = None
+                total = jnp.zeros((tiles.out, tiles.blocks, _WORDS), jnp.float32)
                 for plane, value in enumerate(values):
                     x = plgpu.load(x_ref.at[(m * 8 + plane) * (num_in // 8) + x_word]).astype(jnp.float32)[None]
-                    total = value * x if total is None else _fma(value, x, total, interpret)
+                    total = _fma(value, x, total, interpret)
                 new_totals.append(_fma(total, scale[:, :, None], totals[m], interpret))
             totals = tuple(new_totals)
         return totals
@@ -217,7 +229,8 @@ def _matrix_kernel(
         first = (part * num_steps + i) * tiles.blocks
         block = first + jnp.arange(tiles.blocks)
         place = row[:, None] * num_blocks + _clamped(block, num_blocks, whole)
-        values = _decode(plgpu.load(words_ref.at[place[:, :, None] * _WORDS + word]), table, exact, interpret)
+        words = plgpu.load(words_ref.at[place[:, :, None] * _WORDS + word])
+        values = _decode(words, table_ref, table, tiles, exact, interpret)
         scale = _masked_scale(absmax_refs, row, block, num_blocks, whole)[:, :, None]
         x_word = first * _WORDS + jnp.arange(tiles.blocks * _WORDS)
         x_word = x_word if whole else jnp.minimum(x_word, num_in // 8 - 1)
@@ -253,7 +266,7 @@ def quant_matmul_pallas(
     num_out = weight.shape[0]
     exact = x.dtype == jnp.float32
     if tiles is None:
-        tiles = forward_tiles(num_rows, weight.shape)
+        tiles = forward_tiles(num_rows, weight.shape, exact)
     is_vector = tiles.rows == 1
     row_tiles = 1 if is_vector else pl.cdiv(num_rows, tiles.rows)
     table = CODES[weight.quant_type] if exact else byte_tables(weight.quant_type)
