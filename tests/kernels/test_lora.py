@@ -56,10 +56,8 @@ def test_values_and_gradients_are_those_of_torch(implementation, num_rows, num_i
 
     @jax.jit
     def run(x, a, b):
-        results, vjp = jax.vjp(
-            lambda *v: lora_matmul(v[0], weights, v[1], v[2], scales, implementation=implementation, interpret=interpret),
-            x, a, b,
-        )  # fmt: skip
+        options = {"implementation": implementation, "interpret": interpret}
+        results, vjp = jax.vjp(lambda *v: lora_matmul(v[0], weights, v[1], v[2], scales, **options), x, a, b)
         return results, *vjp(douts)
 
     found = run(x, lora_a, lora_b)
