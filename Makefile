@@ -47,9 +47,10 @@ venv: $(TEST_STAMP)
 
 lint: $(TEST_STAMP)
 	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check --quiet .
 	$(VENV)/bin/python -m mypy
 
-test: lint $(AOT_STAMP)
+test: lint model $(AOT_STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -n 2 -m "not gpu and not network and not slow" $(PYTEST_ARGS)
 
 test-all: lint model $(AOT_STAMP)

@@ -8,6 +8,7 @@ Flags are read here and tyro draws the help: so a mistake is a two-line message 
 through one conversion, and a machine without tyro can still train.
 """
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -16,7 +17,8 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -65,7 +67,8 @@ def run_command(
         if "--help" in argv or "-h" in argv:
             return _print_help(settings, prog, description)
         choose_platform()
-        command(*parse(settings, argv))
+        with _warnings_as_notes():
+            command(*parse(settings, argv))
         return 0
     except KeyboardInterrupt:
         _report("interrupted", debug)
@@ -224,6 +227,16 @@ def _print_help(settings: type, prog: str, description: str) -> int:
     except SystemExit as done:
         return int(done.code or 0)
     return 0
+
+
+@contextlib.contextmanager
+def _warnings_as_notes() -> Iterator[None]:
+    """Warnings as one line each on stderr, without the line of code they come from."""
+    with warnings.catch_warnings():
+        # A note stays a note in a Python that is told to make errors of warnings.
+        warnings.filterwarnings("default", category=UserWarning)
+        warnings.showwarning = lambda message, *_, **__: print(f"note: {message}", file=sys.stderr)
+        yield
 
 
 def _report(message: str, debug: bool) -> None:

@@ -4,32 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastjax.errors import UserError
-from fastjax.settings import build, field_types, nearest
+from fastjax.refusals import SFT_CONFIG, refuse
+from fastjax.settings import build, field_types
 from fastjax.train.config import LORA_SETTINGS, TrainConfig
 
 # Settings of a run that the model and the data of a trainer bring with them.
 _BROUGHT = ("model", "data", "eval_data", "sample_prompt", "method", "dtype", *LORA_SETTINGS)
 
 _SAME_OPTIMIZER = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf")
-
-# {argument of TRL or HF: (the values that change nothing here, what to say about any other)}
-_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "packing": ((False, None), "packing is not in this release; leave it out"),
-    "fp16": ((False, None), "there is no loss scaling here; load the model in bfloat16 instead"),
-    "dataset_text_field": (("text", None), "text rows hold their text under 'text'; rename the column"),
-    "save_strategy": (("steps",), "checkpoints are written every save_steps; set a large save_steps to have one"),
-    "logging_strategy": (("steps",), "logging goes by steps; set logging_steps"),
-    "dataloader_num_workers": ((0, None), "rows are tokenised before training and no worker is needed; leave it out"),
-    "dataset_num_proc": ((1, None), "rows are tokenised in this process; leave it out"),
-    "remove_unused_columns": ((True, None), "columns that no row form knows are never used; leave it out"),
-    "do_train": ((True, None), "call trainer.train() or not"),
-    "group_by_length": ((False, None), "rows are put in buckets by length already; leave it out"),
-    "load_best_model_at_end": ((False, None), "the last adapter is kept; look for the best step in metrics.jsonl"),
-    "neftune_noise_alpha": ((None,), "NEFTune is not in this release; leave it out"),
-    "label_smoothing_factor": ((0, 0.0, None), "label smoothing is not in this release; leave it out"),
-    "push_to_hub": ((False, None), "upload the saved folder with huggingface_hub"),
-    "use_liger_kernel": ((False, None), "fastjax has its own kernels; leave it out"),
-}
 
 
 class SFTConfig:
@@ -55,10 +37,8 @@ def translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
     own = field_types(TrainConfig)
     values: dict[str, Any] = {}
     for name, value in arguments.items():
-        if name in _FIXED:
-            harmless, words = _FIXED[name]
-            if value not in harmless:
-                raise UserError(f"{name}={value!r} cannot be honoured: {words}")
+        if name in SFT_CONFIG:
+            refuse("SFTConfig", SFT_CONFIG, {name: value})
         elif name in _TRANSLATED:
             values.update(_TRANSLATED[name](value))
         elif name in _BROUGHT:
@@ -66,8 +46,7 @@ def translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif name in own:
             values[name] = value
         else:
-            known = [*own, *_FIXED, *_TRANSLATED]
-            raise UserError(f"SFTConfig has no argument {name!r}{nearest(name, known)}")
+            refuse("SFTConfig", SFT_CONFIG, {name: value}, known=(*own, *_TRANSLATED))
     if arguments.get("eval_strategy") == "no" and "eval_steps" in values:
         raise UserError(f"eval_steps={values['eval_steps']} with eval_strategy='no'; leave one of the two out")
     return values

@@ -1,11 +1,21 @@
 """Fixtures that every room's tests share: tiny random HF models, and the same weights in a CausalLM."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Tests never need an accelerator; without this, an installed CUDA plugin would complain on machines without one.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Nothing may ask a model hub; code that tries gets an error at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tiny programs spend their time in the compiler: it skips what makes code fast, and every process of the session, the
+# workers and the commands that tests start, shares what it makes. The controller sets this before the workers start.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="fastjax-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 from typing import Any
 

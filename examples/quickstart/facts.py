@@ -1,7 +1,7 @@
 """The facts that the quickstart's rows are made of: what fills a template of make_rows.py, and after it the answer."""
 
-CAPITALS = """France:Paris Germany:Berlin Italy:Rome Spain:Madrid Greece:Athens Egypt:Cairo Japan:Tokyo China:Beijing
-Russia:Moscow Poland:Warsaw Austria:Vienna Hungary:Budapest Sweden:Stockholm Norway:Oslo Finland:Helsinki
+CAPITALS = """France:Paris Germany:Berlin Italy:Rome Spain:Madrid Greece:Athens Egypt:Cairo Japan:Tokyo Portugal:Lisbon
+China:Beijing Russia:Moscow Poland:Warsaw Austria:Vienna Hungary:Budapest Sweden:Stockholm Norway:Oslo Finland:Helsinki
 Denmark:Copenhagen Ireland:Dublin Belgium:Brussels Turkey:Ankara Kenya:Nairobi Peru:Lima Chile:Santiago Cuba:Havana
 Canada:Ottawa Australia:Canberra Thailand:Bangkok Vietnam:Hanoi Iran:Tehran Iraq:Baghdad Jordan:Amman Syria:Damascus
 Lebanon:Beirut Morocco:Rabat Tunisia:Tunis Algeria:Algiers Ghana:Accra Ethiopia:Addis_Ababa Uganda:Kampala
@@ -14,7 +14,7 @@ day:night first:last push:pull buy:sell win:lose deep:shallow wide:narrow heavy:
 
 MIXTURES = """red and yellow:orange;blue and yellow:green;red and blue:purple;red and white:pink;black and white:grey"""
 
-COLOURS = """a ripe banana:yellow;fresh grass:green;a clear daytime sky:blue;a ripe tomato:red;snow:white;coal:black
+COLOURS = """a ripe banana:yellow;fresh grass:green;a ripe tomato:red;snow:white;coal:black
 a carrot:orange;an emerald:green;a ruby:red;a sapphire:blue;an egg yolk:yellow;a flamingo:pink;chlorophyll:green
 a lemon:yellow"""
 

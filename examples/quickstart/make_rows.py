@@ -16,8 +16,8 @@ import facts
 
 NUM_TRAIN_ROWS = 384
 NUM_HELDOUT_ROWS = 24
-# The prompt that the quickstart answers before and after training; Portugal is in no other row.
-SAMPLE = ("What is the capital of Portugal?", "Lisbon", "high")
+# The prompt that the quickstart answers before and after training; the sky is in no other row.
+SAMPLE = ("What colour is a clear daytime sky?", "blue", "high")
 
 # One template is drawn for each fact.
 TEMPLATES = {
@@ -39,8 +39,6 @@ TEMPLATES = {
     "AUTHORS": ["Who wrote {}?"],
     "CONTINENTS": ["On which continent is {}?"],
 }
-
-
 
 
 def entries(table: str) -> list[list[str]]:

@@ -1,6 +1,6 @@
 """The preallocated key/value cache of generation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,17 +18,22 @@ class KVCache:
     masks by position. Prompts are padded on the right; decoding overwrites the padding.
 
     Attributes:
-      key, value: [L, B, S, K, H] in the model's compute dtype.
+      key, value: [L, B, S, K, H] in the model's compute dtype; bfloat16 as its bits, uint16: XLA's CPU backend has no
+        bfloat16 writes and would turn the whole cache into float32 and back for every token.
+      dtype: what `read` returns.
     """
 
     key: jax.Array
     value: jax.Array
+    dtype: Any = field(metadata={"static": True})
 
     @classmethod
     def create(cls, config: ModelConfig, batch: int, length: int, dtype: Any) -> "KVCache":
         """An empty cache for `batch` rows of at most `length` tokens."""
         shape = (config.num_hidden_layers, batch, length, config.num_key_value_heads, config.head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        dtype = jnp.dtype(dtype)
+        stored = jnp.uint16 if dtype == jnp.bfloat16 else dtype
+        return cls(jnp.zeros(shape, stored), jnp.zeros(shape, stored), dtype)
 
     def write(self, layer: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array) -> "KVCache":
         """This cache with [B, T, K, H] keys and values of one layer put at `positions` [B, T].
@@ -36,14 +41,17 @@ class KVCache:
         A position behind the end is dropped, never clamped onto the last slot; callers size the cache.
         """
         rows = jnp.arange(key.shape[0])[:, None]
-        return KVCache(
-            self.key.at[layer, rows, positions].set(key.astype(self.key.dtype), mode="drop"),
-            self.value.at[layer, rows, positions].set(value.astype(self.value.dtype), mode="drop"),
-        )
+
+        def put(stored: jax.Array, new: jax.Array) -> jax.Array:
+            bits = jax.lax.bitcast_convert_type(new.astype(self.dtype), stored.dtype)
+            return stored.at[layer, rows, positions].set(bits, mode="drop")
+
+        return KVCache(put(self.key, key), put(self.value, value), self.dtype)
 
     def read(self, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values of one layer, [B, S, K, H] each."""
-        return (
-            jax.lax.dynamic_index_in_dim(self.key, layer, keepdims=False),
-            jax.lax.dynamic_index_in_dim(self.value, layer, keepdims=False),
-        )
+
+        def take(stored: jax.Array) -> jax.Array:
+            return jax.lax.bitcast_convert_type(jax.lax.dynamic_index_in_dim(stored, layer, keepdims=False), self.dtype)
+
+        return take(self.key), take(self.value)

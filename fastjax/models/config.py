@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastjax.errors import UserError
+from fastjax.models.families import family_of
+from fastjax.models.family import Family
 from fastjax.models.rope import ROPE_TYPES, RopeConfig
 
 # Keys that say where the file came from or how other programs run it; they change no number here.
@@ -51,23 +53,6 @@ _ROPE_KEYS = frozenset({
 })  # fmt: skip
 
 _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-
-
-@dataclass(frozen=True)
-class Family:
-    """What sets one model_type apart from the others.
-
-    Attributes:
-      model_type: HF's name in config.json.
-      architecture: HF's class name, written to config.json.
-      defaults: HF's values for keys that config.json may leave out.
-      keys: config.json keys that this family handles beside the common ones.
-    """
-
-    model_type: str
-    architecture: str
-    defaults: Mapping[str, Any]
-    keys: frozenset[str] = frozenset()
 
 
 _COMMON_KEYS = frozenset({
@@ -122,8 +107,6 @@ class ModelConfig:
         Raises: UserError for an unsupported model_type, a missing size, a value of the wrong type, or a key that is
           not handled and does not hold HF's default; it names the key and its value.
         """
-        from fastjax.models.families import family_of
-
         family = family_of(config.get("model_type"))
         _refuse_unhandled(config, family)
         values = {**family.defaults, **{k: v for k, v in config.items() if v is not None}}
@@ -167,8 +150,6 @@ class ModelConfig:
     def to_hf(self) -> dict[str, Any]:
         """The config.json of this model: what it was read from, brought up to date, in a form that transformers
         before and after 5.0 reads (both spellings of the rotary settings)."""
-        from fastjax.models.families import family_of
-
         family = family_of(self.model_type)
         out: dict[str, Any] = {k: v for k, v in self.hf.items() if k != "quantization_config"}
         out |= {"model_type": self.model_type, "architectures": [family.architecture]}

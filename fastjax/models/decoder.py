@@ -134,7 +134,8 @@ class CausalLM(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         common: dict[str, Any] = {"rngs": rngs, "param_dtype": param_dtype}
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **common)
+        padding_idx = config.pad_token_id
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, padding_idx=padding_idx, **common)
         self.layers = DecoderLayer(config, stack=(config.num_hidden_layers,), **common)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, param_dtype=param_dtype)
         self.lm_head: Linear | None = nnx.data(
@@ -161,7 +162,8 @@ class CausalLM(nnx.Module):
         Args:
           input_ids: [B, T] int32 in [0, V).
           positions: [B, T] int32, each token's position in its document; None means 0 .. T-1.
-          segment_ids: [B, T] int32; a token sees its own segment only. 0 marks padding. Not with a cache.
+          segment_ids: [B, T] int32; a token sees its own segment only. 0 marks padding, and
+            with a cache nothing else is read from them.
           cache: keys and values of earlier tokens; this call's are written at `positions`.
           dropout_rng: key of this call's LoRA dropout; None means none is dropped.
           remat: what the backward keeps, see `fastjax.models.remat.POLICIES`.
@@ -194,10 +196,14 @@ class CausalLM(nnx.Module):
         return self.embed_tokens.weight[...] if self.lm_head is None else self.lm_head.weight[...]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Float32 logits [..., V] of hidden states [..., D]; for a few tokens: training uses the chunked loss."""
-        if self.lm_head is not None:
-            return self.lm_head(hidden).astype(jnp.float32)
-        return matmul(hidden, self.head_weight()).astype(jnp.float32)
+        """Float32 logits [..., V] of hidden states [..., D]; for a few tokens: training uses the chunked loss.
+
+        They are never rounded to the compute dtype, in which the best two tokens are often equal.
+        """
+        logits = matmul(hidden, self.head_weight(), jnp.float32)
+        if self.lm_head is not None and self.lm_head.lora is not None:
+            logits = logits + self.lm_head.lora(hidden, None).astype(jnp.float32)
+        return logits
 
     def __call__(self, input_ids: jax.Array, **kwargs: Any) -> Any:
         """`logits` of `hidden_states`; with a cache the pair (logits, cache)."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fastjax.errors import UserError
-from fastjax.models.config import Family
+from fastjax.models.family import Family
 from fastjax.models.llama import LLAMA
 from fastjax.models.mistral import MISTRAL
 

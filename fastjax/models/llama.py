@@ -1,6 +1,6 @@
 """Llama: versions 1, 2, 3, 3.1, 3.2, and what shares their config (TinyLlama, SmolLM2)."""
 
-from fastjax.models.config import Family
+from fastjax.models.family import Family
 
 LLAMA = Family(
     model_type="llama",

@@ -1,6 +1,6 @@
 """Mistral 7B and its relatives of the same config: a Llama with a sliding window and no biases."""
 
-from fastjax.models.config import Family
+from fastjax.models.family import Family
 
 MISTRAL = Family(
     model_type="mistral",

@@ -22,6 +22,12 @@ POLICIES: dict[str, tuple[str, ...] | None] = {
 }
 
 
+def check_policy(remat: str) -> None:
+    """Raises: UserError unless `remat` names a policy."""
+    if remat not in POLICIES:
+        raise UserError(f"remat={remat!r} is not a policy; known: {', '.join(POLICIES)}")
+
+
 def checkpoint_layer(layer: Callable, remat: str) -> Callable:
     """`layer` (a function of the scan's carry and inputs) with the named rematerialisation policy.
 
@@ -31,8 +37,7 @@ def checkpoint_layer(layer: Callable, remat: str) -> Callable:
         model is computed twice).
     Raises: UserError for another name.
     """
-    if remat not in POLICIES:
-        raise UserError(f"remat={remat!r} is not a policy; known: {', '.join(POLICIES)}")
+    check_policy(remat)
     names = POLICIES[remat]
     if names is None:
         return layer

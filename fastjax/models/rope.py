@@ -1,8 +1,8 @@
 """Rotary position embedding: inverse frequencies of every supported scaling, angles, rotation. All in float32.
 
-    angle[t, i] = position_t * inv_freq[i],   i = 0 .. H/2 - 1
-    (x1, x2)    = the two halves of a head
-    rotated     = (x1 cos - x2 sin, x2 cos + x1 sin) * attention_factor on cos and sin
+angle[t, i] = position_t * inv_freq[i],   i = 0 .. H/2 - 1
+(x1, x2)    = the two halves of a head
+rotated     = (x1 cos - x2 sin, x2 cos + x1 sin) * attention_factor on cos and sin
 """
 
 import math

@@ -9,15 +9,15 @@ from fastjax.train.config import TrainConfig
 
 
 def train(config: TrainConfig, options: Options) -> None:
-    """One run, from the base model to the saved adapter. Progress goes to stderr, the result to stdout."""
+    """One run, from the base model to the saved adapter; with --json only the result goes to stdout."""
+    config.validate()
     from fastjax.train.run import run
 
-    config.validate()
-    result = run(config, given=options.given)
     if options.json:
+        result = run(config, options.given, say=lambda text: print(text, file=sys.stderr))
         print(json.dumps(result.to_dict()))
     else:
-        print(result.summary())
+        print(run(config, options.given))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -64,8 +64,12 @@ class RowConfig:
         return axes.get("data", 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as YAML and JSON hold them; `--config` reads them back to the same run."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        """The settings as YAML and JSON hold them; `--config` reads them back to the same run.
+
+        What to do with an earlier run is left out: it belongs to one start, and would delete that run at the next.
+        """
+        starts = ("resume", "overwrite_output_dir")
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in starts}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
@@ -115,7 +119,7 @@ class TrainConfig(RowConfig):
     seed: int = setting(3407, "seed of adapters, order of rows, and dropout", minimum=0)
 
     remat: Literal["none", "full", "attention", "no_matmul"] = setting(
-        "none",
+        "full",
         "what the backward recomputes: nothing, all but the layers' inputs, all but attention, all but matmuls",
         later={"auto": "name a policy: none, full, attention or no_matmul", "offload": "use remat=full"},
     )
@@ -154,7 +158,7 @@ class TrainConfig(RowConfig):
 
     def _validate_lora(self) -> None:
         if self.method == "full":
-            changed = [name for name in LORA_SETTINGS if getattr(self, name) != _default(name)]
+            changed = [name for name in LORA_SETTINGS if getattr(self, name) != default_of(name)]
             if changed:
                 raise UserError(
                     f"{changed[0]}={getattr(self, changed[0])!r} belongs to method=lora, and method=full trains every "
@@ -169,6 +173,7 @@ class TrainConfig(RowConfig):
             raise UserError(f"layers_to_transform={list(self.layers_to_transform or ())}; layers count from 0")
 
 
+# The first is ours alone, the next two have shorter names in PEFT, the others the same.
 LORA_SETTINGS = (
     "adapter",
     "lora_r",
@@ -183,6 +188,7 @@ LORA_SETTINGS = (
 )
 
 
-def _default(name: str) -> Any:
+def default_of(name: str) -> Any:
+    """A training setting's value when nothing is said."""
     field = TrainConfig.__dataclass_fields__[name]
     return {} if field.default is dataclasses.MISSING else field.default

@@ -17,11 +17,12 @@ import jax
 import numpy as np
 
 from fastjax.errors import UserError
+from fastjax.models.checkpoint.files import replace_folder, write_json
 from fastjax.train import files
 from fastjax.train.optim import parameter_name
 
 _FORMAT = 1
-_MANIFEST = "checkpoint.json"
+MANIFEST = "checkpoint.json"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class CheckpointStore:
         """The steps of all complete checkpoints, ascending."""
         if not self.folder.is_dir():
             return []
-        return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdigit() and (p / _MANIFEST).is_file())
+        return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdigit() and (p / MANIFEST).is_file())
 
     def path(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
@@ -72,7 +73,8 @@ class CheckpointStore:
         arrays = _named_leaves(state)
         self.folder.mkdir(parents=True, exist_ok=True)
         final = self.path(state.step)
-        with files.new_folder(final) as temporary:
+        files.remove_leftovers(self.folder)
+        with replace_folder(final, overwrite=True) as temporary:
             with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
                 checkpointer.save((temporary / "arrays").absolute(), args=ocp.args.StandardSave(arrays))
             manifest = {
@@ -86,7 +88,8 @@ class CheckpointStore:
                     for file in files.files_below(temporary)
                 },
             }
-            (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            write_json(temporary / MANIFEST, manifest)
+            files.flush(temporary)
         if self.save_total_limit is not None:
             for step in self.steps()[: -self.save_total_limit]:
                 if step != state.step:
@@ -101,7 +104,7 @@ class CheckpointStore:
 
     def newest(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint whose files are all as written, and a word about each newer one that is not."""
-        complaints = []
+        complaints: list[str] = []
         for step in reversed(self.steps()):
             complaint = damage(self.path(step))
             if complaint is None:
@@ -113,9 +116,9 @@ class CheckpointStore:
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None. Orbax itself does not notice a flipped bit."""
     try:
-        listed = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))["files"]
+        listed = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{checkpoint}: {_MANIFEST} cannot be read ({error})"
+        return f"{checkpoint}: {MANIFEST} cannot be read ({error})"
     for name, (size, crc) in listed.items():
         file = checkpoint / name
         if not file.is_file():
@@ -138,7 +141,7 @@ def restore(checkpoint: Path, template: TrainState, fingerprint: Mapping[str, An
     complaint = damage(checkpoint)
     if complaint is not None:
         raise UserError(f"this checkpoint is damaged: {complaint}; resume from an older one, or start anew")
-    manifest = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))
+    manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     if manifest["format"] != _FORMAT:
         raise UserError(f"{checkpoint} has format {manifest['format']}; this release reads {_FORMAT}")
     differing = differences(manifest["fingerprint"], fingerprint)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fastjax.cli import parse
+from fastjax.train.config import TrainConfig
+
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
 
 
@@ -34,8 +37,8 @@ def test_no_held_out_question_or_its_subject_is_trained_on() -> None:
     assert len(set(train)) == len(train) == 384
     assert len(set(heldout)) == len(heldout) == 24
     assert not set(train) & set(heldout)
-    assert heldout[0] == "What is the capital of Portugal?"
-    assert not any("Portugal" in question for question in train)
+    assert heldout[0] == "What colour is a clear daytime sky?"
+    assert not any("sky" in question for question in train)
 
 
 def test_arithmetic_rows_are_right() -> None:
@@ -54,3 +57,10 @@ def test_the_generator_writes_the_committed_files_again(tmp_path: Path) -> None:
     subprocess.run([sys.executable, FOLDER / "make_rows.py", tmp_path], check=True, capture_output=True)
     for name in ("train.jsonl", "heldout.jsonl"):
         assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes()
+
+
+def test_the_config_is_one_that_training_takes() -> None:
+    config, _ = parse(TrainConfig, ["--config", str(FOLDER / "config.yaml")])
+    config.validate()
+    assert config.sample_prompt == rows("heldout.jsonl")[0][0]
+    assert (FOLDER.parents[1] / config.data).samefile(FOLDER / "train.jsonl")

@@ -1,4 +1,4 @@
-"""Logits and gradients of tiny random models against transformers, on the CPU in float32, for every config variation."""
+"""Logits and gradients of tiny random models against transformers: CPU, float32, every config variation."""
 
 import jax
 import jax.numpy as jnp
@@ -61,13 +61,16 @@ def test_logits_equal_transformers(variation, tiny_hf, from_hf_model, input_ids)
     assert np.abs(expected).max() > 0.1  # else the comparison would say nothing
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_gradients_of_all_weights_equal_torch(family, tiny_hf, from_hf_model, input_ids):
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    # A pad token that stands in the rows, as where pad and end-of-turn are one: torch leaves its embedding alone.
+    [("llama", {"attention_bias": True, "mlp_bias": True, "pad_token_id": 7}), ("mistral", {"sliding_window": 5})],
+)
+def test_gradients_of_all_weights_equal_torch(family, changes, tiny_hf, from_hf_model, input_ids):
     import torch
 
-    hf_model = tiny_hf(family, attention_bias=True, mlp_bias=True) if family == "llama" else tiny_hf(
-        family, sliding_window=5
-    )  # fmt: skip
+    assert (input_ids == 7).any()
+    hf_model = tiny_hf(family, **changes)
     ids = torch.tensor(input_ids, dtype=torch.long)
     hf_model(ids, labels=ids).loss.backward()
     model = from_hf_model(hf_model)
@@ -145,6 +148,9 @@ def test_bfloat16_model_keeps_float32_where_it_matters(tiny_hf, from_hf_model):
     model = from_hf_model(tiny_hf("llama"), dtype="bfloat16")
     hidden = model.hidden_states(jnp.zeros((1, 8), int))
     assert hidden.dtype == jnp.bfloat16
+    logits = model.logits(hidden)
+    assert logits.dtype == jnp.float32
+    assert (logits != logits.astype(jnp.bfloat16)).mean() > 0.9  # not rounded on the way
     norm = RMSNorm(16, eps=1e-6)
     large = norm(jnp.full((1, 16), 300.0, jnp.float16))  # 300^2 overflows float16
     assert large.dtype == jnp.float16

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import subprocess
 import sys
+import warnings
 from typing import Literal
 
 import pytest
@@ -159,6 +160,14 @@ def test_each_kind_of_error_has_its_exit_code(capsys, error, code, words):
 def test_other_runtime_errors_stay_what_they_are():
     assert as_known_error(XlaRuntimeError("INTERNAL: something")) is None
     assert as_known_error(OSError(errno.EIO, "Input/output error")) is None
+
+
+def test_warnings_are_one_line_notes(capsys):
+    def command(settings: Small, options: Options) -> None:
+        warnings.warn("the rows are few", stacklevel=1)
+
+    assert run_command(Small, command, [], prog="small", description="") == 0
+    assert capsys.readouterr().err == "note: the rows are few\n"
 
 
 def test_help_names_every_setting_and_exits_0(capsys):

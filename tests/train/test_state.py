@@ -71,11 +71,13 @@ def test_only_the_newest_stay_and_leftovers_do_not_count(tmp_path):
     for number in (3, 20, 100):
         store.save(TrainState(**{**vars(fresh()), "step": number}), FINGERPRINT)
     assert store.steps() == [20, 100]
-    (tmp_path / f"{files.TEMPORARY}1-200").mkdir()
+    (tmp_path / ".200.0123456789ab.tmp").mkdir()
     (tmp_path / "300").mkdir()
     assert store.newest() == (tmp_path / "100", [])
     store.discard_after(20)
     assert store.steps() == [20]
+    store.save(TrainState(**{**vars(fresh()), "step": 21}), FINGERPRINT)
+    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove"])

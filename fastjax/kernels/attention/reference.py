@@ -1,9 +1,9 @@
 """Attention in plain jnp, float32, written to be read: the definition of right.
 
-    s[b,n,t,j]  = scale * q[b,t,n,:] . k[b,j,n // (N/K),:]        (softcap c: s <- c tanh(s / c))
-    mask        = the conditions of `attention_mask`, all of them
-    p           = exp(s - max_j s) / sum_j exp(s - max_j s)       over the unmasked j; a row without any gives zeros
-    out         = sum_j p[b,n,t,j] v[b,j,n // (N/K),:]
+s[b,n,t,j]  = scale * q[b,t,n,:] . k[b,j,n // (N/K),:]        (softcap c: s <- c tanh(s / c))
+mask        = the conditions of `attention_mask`, all of them
+p           = exp(s - max_j s) / sum_j exp(s - max_j s)       over the unmasked j; a row without any gives zeros
+out         = sum_j p[b,n,t,j] v[b,j,n // (N/K),:]
 """
 
 import math
@@ -87,7 +87,5 @@ def attention_reference(
     probabilities = weights / jnp.where(total == 0.0, 1.0, total)
     if query.dtype != jnp.float32:
         probabilities = probabilities.astype(query.dtype)
-    out = jnp.einsum(
-        "bkgts,bskh->btkgh", probabilities, value, preferred_element_type=jnp.float32, precision=precision
-    )
+    out = jnp.einsum("bkgts,bskh->btkgh", probabilities, value, preferred_element_type=jnp.float32, precision=precision)
     return out.reshape(batch, num_queries, num_heads, head_dim).astype(query.dtype)

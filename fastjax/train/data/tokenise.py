@@ -84,12 +84,11 @@ def _token_row(encoder: Encoder, text: TextToEncode, encoded: Encoded) -> TokenR
                 "set eos_token in its tokenizer_config.json"
             )
         before = [] if list(ids[:1]) == encoder.bos_prefix else encoder.bos_prefix
-        # A text that already ends in the EOS token gets no second one.
-        after = [] if list(ids[-1:]) == [encoder.eos_token_id] else [encoder.eos_token_id]
+        # What already ends in an EOS to be learned gets no second one.
+        ended = list(ids[-1:]) == [encoder.eos_token_id] and mask[-1]
+        after = [] if ended else [encoder.eos_token_id]
         ids = np.concatenate([before, ids, after]).astype(np.int32)
         mask = np.concatenate([np.zeros(len(before), bool), mask, np.ones(len(after), bool)])
-        if text.spans is not None and not after:
-            mask[-1] = True
     mask[:1] = False
     return TokenRow(ids, mask)
 

@@ -1,0 +1,1 @@
+"""Checkpoints in and out: Hugging Face folders, hub ids and GGUF files."""

@@ -1,0 +1,179 @@
+"""The parts that commands put together: an opened base model, its tokenizer, rows, adapters."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastjax.errors import UserError
+from fastjax.models.checkpoint.checkpoint import Checkpoint
+from fastjax.models.checkpoint.source import open_checkpoint
+from fastjax.models.checkpoint.tokenizer import load_tokenizer
+from fastjax.models.config import ModelConfig
+from fastjax.train.config import LORA_SETTINGS, RowConfig, TrainConfig, default_of
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+    from transformers import PreTrainedTokenizerFast
+
+    from fastjax.models.decoder import CausalLM
+    from fastjax.models.lora import LoraConfig
+    from fastjax.train.data import TokenisedDataset
+    from fastjax.train.evaluate import EvalResult
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model whose headers are read and whose weights are not."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    tokenizer: "PreTrainedTokenizerFast"
+
+
+def open_base(model: str, adapter: str | None = None, revision: str | None = None) -> Base:
+    """The base model, with the tokenizer that its adapter was trained with if the adapter's folder holds one.
+
+    Raises: UserError for a missing or unsound model, tokenizer or adapter folder.
+    """
+    checkpoint = open_checkpoint(model, revision)
+    config = ModelConfig.from_hf(checkpoint.config)
+    source: Any = checkpoint
+    if adapter is not None:
+        folder = adapter_folder(adapter)
+        if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            source = folder
+    return Base(checkpoint, config, load_tokenizer(source))
+
+
+def adapter_folder(adapter: str) -> Path:
+    """The folder that holds adapter_config.json. Raises: UserError if it does not."""
+    folder = Path(adapter).expanduser()
+    if (folder / "adapter_config.json").is_file():
+        return folder
+    if (folder / "adapter" / "adapter_config.json").is_file():
+        raise UserError(f"adapter={adapter!r} is the folder of a run; give {folder / 'adapter'}")
+    raise UserError(f"adapter={adapter!r} has no adapter_config.json, so it is not an adapter folder")
+
+
+def load_rows(source: str | Iterable[Mapping[str, Any]], config: RowConfig, base: Base) -> "TokenisedDataset":
+    """The rows of a file, hub id or list as the settings want them tokenised. Raises: UserError, see `load_dataset`."""
+    from fastjax.train.data import load_dataset
+
+    return load_dataset(
+        source,
+        base.tokenizer,
+        max_seq_length=config.max_seq_length,
+        train_on=config.train_on,
+        long_rows=config.long_rows,
+        vocab_size=base.config.vocab_size,
+        data_format=None if config.data_format == "auto" else config.data_format,
+    )
+
+
+def evaluate_model(model: "CausalLM", rows: "TokenisedDataset", batch_size: int, mesh: "Mesh") -> "EvalResult":
+    """The mean loss of a target token over all rows, adapters included and dropout off.
+
+    Args:
+      batch_size: rows per data-parallel rank.
+    """
+    import jax
+    from flax import nnx
+
+    from fastjax.models.layers import LoraParam, TrainedParam
+    from fastjax.train.data import eval_batches
+    from fastjax.train.evaluate import evaluate
+    from fastjax.train.mesh import num_batch_shards, replicated
+    from fastjax.train.step import make_eval_step
+
+    graphdef, trainable, frozen = nnx.split(model, nnx.Any(LoraParam, TrainedParam), ...)  # type: ignore[misc]
+    trainable, frozen = jax.device_put((trainable, frozen), replicated(mesh))
+    with eval_batches(rows, batch_size * num_batch_shards(mesh)) as batches:
+        result = evaluate(make_eval_step(graphdef, mesh=mesh), trainable, frozen, batches, mesh=mesh)
+    assert result is not None, "an evaluation that nobody stops has a result"
+    return result
+
+
+def lora_settings(config: TrainConfig, given: frozenset[str] = frozenset()) -> tuple[TrainConfig, "LoraConfig | None"]:
+    """The run's settings with those of the adapter it goes on from, and the LoraConfig; None trains every weight.
+
+    Args:
+      given: names that the user gave: one that differs from the adapter's own is refused rather than ignored.
+    Raises: UserError for an adapter that cannot be read, or a setting that contradicts it.
+    """
+    from fastjax.models.checkpoint.files import read_json
+    from fastjax.models.lora import LoraConfig
+    from fastjax.models.peft_config import config_from_peft
+
+    if config.method == "full":
+        return config, None
+    if config.adapter is None:
+        alpha = config.lora_alpha
+        same = {name: getattr(config, name) for name in LORA_SETTINGS[3:]}
+        return config, LoraConfig(r=config.lora_r, lora_alpha=int(alpha) if alpha == int(alpha) else alpha, **same)
+    file = adapter_folder(config.adapter) / "adapter_config.json"
+    lora = config_from_peft(read_json(file), file)
+    own: dict[str, Any] = {}
+    for name in LORA_SETTINGS[1:]:
+        value, theirs = getattr(config, name), getattr(lora, "r" if name == "lora_r" else name)
+        if value != theirs and (name in given or value != default_of(name)):
+            raise UserError(
+                f"{name}={value!r}, and the adapter in {config.adapter} has {theirs!r}; "
+                f"leave {name} out to go on from it"
+            )
+        own[name] = theirs
+    return replace(config, **own), lora
+
+
+def check_targets(lora: "LoraConfig", config: ModelConfig, *, strict: bool = True) -> None:
+    """Raises: UserError if the settings fit no module of the model; no weight is needed to see it."""
+    from fastjax.models.decoder import CausalLM
+    from fastjax.models.lora_config import plan_adapter
+
+    plan_adapter(lora, CausalLM.abstract(config), strict=strict)
+
+
+def settings_of(lora: "LoraConfig | None") -> dict[str, Any]:
+    """A LoraConfig under the names of the run's settings; method=full for None."""
+    if lora is None:
+        return {"method": "full"}
+    return {name: getattr(lora, "r" if name == "lora_r" else name) for name in LORA_SETTINGS[1:]} | {"method": "lora"}
+
+
+def base_of_adapter(adapter: str) -> str:
+    """The base model that an adapter folder names. Raises: UserError if it names none."""
+    from fastjax.models.checkpoint.files import read_json
+
+    file = adapter_folder(adapter) / "adapter_config.json"
+    name = read_json(file).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{file} has no base_model_name_or_path; load the base model, and the adapter by --adapter")
+    return name
+
+
+def eos_token_ids(base: Base) -> tuple[int, ...]:
+    """Every token that ends an answer: those of generation_config, of config.json, and the tokenizer's."""
+    found: list[int] = []
+    for value in (
+        (base.checkpoint.generation_config or {}).get("eos_token_id"),
+        base.checkpoint.config.get("eos_token_id"),
+        base.tokenizer.eos_token_id,
+    ):
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(found))
+
+
+def answer(model: "CausalLM", base: Base, prompts: list[Any], **sampling: Any) -> list[str]:
+    """The model's answers as text, without special tokens.
+
+    Args:
+      prompts: strings or lists of messages; a string is one user message where the tokenizer has a chat template.
+      sampling: as `fastjax.models.generation.generate` takes it.
+    """
+    from fastjax.models.generation import generate
+    from fastjax.train.data import prompt_ids
+
+    chat = bool(base.tokenizer.chat_template)
+    ids = [prompt_ids(base.tokenizer, prompt, chat or not isinstance(prompt, str)) for prompt in prompts]
+    new = generate(model, ids, eos_token_ids=eos_token_ids(base), **sampling)
+    return [str(base.tokenizer.decode(row, skip_special_tokens=True)) for row in new]

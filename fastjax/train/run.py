@@ -1,0 +1,173 @@
+"""A whole run, read top to bottom: from settings to the saved adapter.
+
+Whatever can be found wrong without the weights is found before they are loaded: settings, output folder, model headers,
+adapter settings, template, rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from fastjax.errors import UserError
+from fastjax.models.checkpoint.files import replace_folder
+from fastjax.models.checkpoint.load import load_model
+from fastjax.models.checkpoint.save import save_model
+from fastjax.models.checkpoint.tokenizer import save_tokenizer
+from fastjax.models.decoder import CausalLM
+from fastjax.models.lora import LoraConfig, apply_lora
+from fastjax.models.peft_io import load_adapter, save_adapter
+from fastjax.train.config import TrainConfig
+from fastjax.train.data import TokenisedDataset, prompt_ids
+from fastjax.train.loop import Trainer, TrainResult
+from fastjax.train.mesh import make_mesh
+from fastjax.train.metrics import check_writer
+from fastjax.train.parts import Base, answer, check_targets, load_rows, lora_settings, open_base
+from fastjax.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+Say = Callable[[str], None]
+
+_SAMPLE_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run leaves behind.
+
+    Attributes:
+      training: steps, loss and evaluation.
+      saved: the adapter's folder, or the model's.
+      sample: the answers to sample_prompt before and after, or None.
+    """
+
+    training: TrainResult
+    saved: Path
+    sample: tuple[str, str] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """In a form that JSON takes."""
+        training, evaluation = self.training, self.training.evaluation
+        return {
+            "saved": str(self.saved),
+            "step": training.step,
+            "loss": training.loss,
+            "eval_loss": None if evaluation is None else evaluation.loss,
+            "num_target_tokens": training.num_target_tokens,
+            "num_tokens": training.num_tokens,
+            "seconds": training.seconds,
+            "sample": None if self.sample is None else dict(zip(("before", "after"), self.sample, strict=True)),
+        }
+
+    def __str__(self) -> str:
+        training, evaluation = self.training, self.training.evaluation
+        loss = "" if training.loss is None else f", loss {training.loss:.4f}"
+        eval_loss = "" if evaluation is None else f", eval_loss {evaluation.loss:.4f}"
+        return f"{training.step} steps in {training.seconds:.0f} s{loss}{eval_loss}; saved in {self.saved}"
+
+
+def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = print) -> RunResult:
+    """Train as the settings say.
+
+    Args:
+      config: validated.
+      given: names of the settings that the user gave, see `lora_settings`.
+      say: takes each message meant for a person.
+    Raises: what `Trainer.train` raises, and UserError for everything that is wrong before it; then nothing is written.
+    """
+    folder = RunFolder(Path(config.output_dir))
+    folder.check(config.resume, config.overwrite_output_dir)
+    _check_sources(config)
+    check_writer(config.report_to)
+    mesh = make_mesh(config.data_parallel_size)
+    base = open_base(config.model, config.adapter)
+    config, lora = lora_settings(config, given)
+    if lora is not None:
+        check_targets(lora, base.config, strict=config.adapter is None)
+    if config.sample_prompt is not None:
+        prompt_ids(base.tokenizer, config.sample_prompt, chat=bool(base.tokenizer.chat_template))
+    rows = load_rows(config.data, config, base)
+    say(str(rows.report))
+    eval_rows = None if config.eval_data is None else load_rows(config.eval_data, config, base)
+    if eval_rows is not None:
+        say(str(eval_rows.report))
+    model = load_model(base.checkpoint, config.dtype, mesh)
+    if config.adapter is not None:
+        lora = load_adapter(model, config.adapter)
+    elif lora is not None:
+        apply_lora(model, lora, jax.random.key(config.seed))
+    return train_model(config, base, model, lora, rows, eval_rows, mesh=mesh, say=say)
+
+
+def train_model(
+    config: TrainConfig,
+    base: Base,
+    model: CausalLM,
+    lora: LoraConfig | None,
+    rows: TokenisedDataset,
+    eval_rows: TokenisedDataset | None = None,
+    *,
+    mesh: "Mesh | None" = None,
+    say: Say = print,
+) -> RunResult:
+    """Train a model that is in memory, save the result into the run's folder, and show the sample prompt's answers.
+
+    Args:
+      lora: what the model's adapter was made from; None trains every weight.
+    """
+
+    def save(trained: CausalLM, folder: RunFolder) -> None:
+        if lora is None:
+            save_model(
+                trained, folder.model, dtype=config.dtype, tokenizer=base.tokenizer, overwrite=True,
+                generation_config=base.checkpoint.generation_config,
+            )  # fmt: skip
+            return
+        with replace_folder(folder.adapter, overwrite=True) as target:
+            save_adapter(trained, lora, target, base.checkpoint.name)
+            save_tokenizer(base.tokenizer, target)
+
+    trainer = Trainer(model, config, rows, eval_rows, lora=lora, mesh=mesh, finish=save)
+    trainer.folder.check(config.resume, config.overwrite_output_dir)
+    say(_plan(trainer))
+    before = _sample(config, base, model, "before", say)
+    training = trainer.train()
+    after = _sample(config, base, model, "after", say)
+    saved = trainer.folder.model if lora is None else trainer.folder.adapter
+    sample = None if before is None or after is None else (before, after)
+    return RunResult(training, saved, sample)
+
+
+def _plan(trainer: Trainer) -> str:
+    config, epochs = trainer.config, trainer.total_steps / trainer.steps_per_epoch
+    devices = ", ".join(sorted({device.device_kind for device in trainer.mesh.devices.flat}))
+    return (
+        f"steps    {trainer.total_steps:,} ({epochs:.2f} epochs) of {trainer.batch_size} x "
+        f"{config.gradient_accumulation_steps} rows on {trainer.mesh.size} {devices}, {config.method}, {config.dtype}"
+    )
+
+
+def _sample(config: TrainConfig, base: Base, model: CausalLM, when: str, say: Say) -> str | None:
+    if config.sample_prompt is None:
+        return None
+    text = answer(model, base, [config.sample_prompt], max_new_tokens=_SAMPLE_TOKENS)[0]
+    say(f"\n{when} training, {config.sample_prompt!r} is answered:\n{text}\n")
+    return text
+
+
+def _check_sources(config: TrainConfig) -> None:
+    """Raises: UserError if overwriting the output folder would delete what the run reads."""
+    if not config.overwrite_output_dir:
+        return
+    folder = Path(config.output_dir).resolve()
+    for name in ("model", "data", "adapter", "eval_data"):
+        value = getattr(config, name)
+        if value and Path(value).exists() and folder in (Path(value).resolve(), *Path(value).resolve().parents):
+            raise UserError(
+                f"{name}={value!r} lies in output_dir={config.output_dir!r}, which overwrite_output_dir would delete; "
+                "give another output_dir"
+            )
