@@ -17,7 +17,11 @@ TEST_STAMP := $(VENV)/.fastjax-test-$(KEY)
 NEWEST_STAMP := $(VENV_NEWEST)/.fastjax-test-$(KEY)
 PIP := -m pip --disable-pip-version-check install --quiet
 # Tests never look for a GPU; `pytest -m gpu` on a machine that has one is run by hand.
-TEST_ENV := JAX_PLATFORMS=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# jax's CUDA plugin compiles kernels for GPUs that are not here (tests/aot). It lies beside the venv's packages, since a jax
+# process that finds it and no GPU complains unless JAX_PLATFORMS is set.
+AOT = $(VENV)/aot
+AOT_STAMP := $(VENV)/.fastjax-aot-$(KEY)
+TEST_ENV = JAX_PLATFORMS=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=$(AOT)
 
 .PHONY: help quickstart model venv lint test test-all test-newest clean
 .DELETE_ON_ERROR:
@@ -46,10 +50,10 @@ lint: $(TEST_STAMP)
 	$(VENV)/bin/python -m ruff format --check --quiet .
 	$(VENV)/bin/python -m mypy
 
-test: lint model
+test: lint model $(AOT_STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -n 2 -m "not gpu and not network and not slow" $(PYTEST_ARGS)
 
-test-all: lint model
+test-all: lint model $(AOT_STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -n 2 -m "not gpu and not network" $(PYTEST_ARGS)
 
 test-newest: $(NEWEST_STAMP)
@@ -80,4 +84,10 @@ $(TEST_STAMP): | $(MADE)
 $(NEWEST_STAMP): | $(MADE_NEWEST)
 	@echo "Installing fastjax with the newest jax, and what its tests need, into $(VENV_NEWEST)."
 	$(VENV_NEWEST)/bin/python $(PIP) --upgrade -e '.[test,dev]'
+	@touch $@
+
+# 132 MB, of jax's own version. Their dependencies, NVIDIA's libraries, are for running, not for compiling.
+$(AOT_STAMP): $(TEST_STAMP)
+	$(VENV)/bin/python $(PIP) --no-deps --upgrade --target $(AOT) \
+	  $$($(VENV)/bin/python -c "import jaxlib; v = jaxlib.__version__; print(f'jax-cuda13-plugin=={v} jax-cuda13-pjrt=={v}')")
 	@touch $@

@@ -1,0 +1,93 @@
+"""quant_matmul against a float64 product with bitsandbytes' values, and every kernel's value and gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fastjax.kernels.nf4 import dequantize, quantize
+from fastjax.kernels.quant_matmul import quant_matmul
+from fastjax.kernels.quant_matmul.blocks import Tiles
+from fastjax.kernels.quant_matmul.pallas_triton import quant_matmul_pallas
+
+# Relative error of the whole result: float32 sums, and bfloat16 codes, weights and outputs.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3}
+
+
+def inputs(num_rows, num_out, num_in, dtype, quant_type="nf4", nested=True):
+    keys = jax.random.split(jax.random.key(num_rows), 3)
+    weight = quantize(jax.random.normal(keys[0], (num_out, num_in)) * 0.05, quant_type=quant_type, nested=nested)
+    x = jax.random.normal(keys[1], (num_rows, num_in)).astype(dtype)
+    return x, weight, jax.random.normal(keys[2], (num_rows, num_out)).astype(dtype)
+
+
+def close(found, expected, dtype):
+    expected = np.asarray(expected, np.float64)
+    error = np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
+    assert np.isfinite(error) and error < TOLERANCE[dtype], error
+
+
+@pytest.mark.parametrize(
+    ("implementation", "num_rows", "shape", "dtype", "quant_type"),
+    [
+        # One and two rows: the vector kernel; three and more: the tensor-core kernel. 576 and 192 are odd block counts.
+        ("pallas_triton", 1, (33, 576), "bfloat16", "nf4"),
+        ("pallas_triton", 2, (70, 192), "float32", "fp4"),
+        ("pallas_triton", 2, (17, 2304), "bfloat16", "fp4"),
+        ("pallas_triton", 5, (70, 576), "bfloat16", "nf4"),
+        ("pallas_triton", 17, (33, 192), "float32", "nf4"),
+        ("pallas_triton", 65, (65, 64), "bfloat16", "nf4"),
+        ("dequantize", 5, (70, 192), "bfloat16", "nf4"),
+        ("dequantize", 3, (33, 80), "float32", "nf4"),
+        ("reference", 3, (33, 80), "float32", "nf4"),
+    ],
+)
+def test_values_and_input_gradient(implementation, num_rows, shape, dtype, quant_type, interpret):
+    x, weight, dout = inputs(num_rows, *shape, dtype, quant_type, nested=implementation != "reference")
+
+    @jax.jit
+    def run(x):
+        y, vjp = jax.vjp(lambda x: quant_matmul(x, weight, implementation=implementation, interpret=interpret), x)
+        return y, vjp(dout)[0]
+
+    y, dx = run(x)
+    assert y.dtype == dx.dtype == dtype
+    exact = np.asarray(dequantize(weight, jnp.float32), np.float64)
+    close(y, np.asarray(x, np.float64) @ exact.T, dtype)
+    close(dx, np.asarray(dout, np.float64) @ exact, dtype)
+
+
+def test_half_of_the_codes_through_a_table_in_memory(interpret):
+    x, weight, _ = inputs(1, 33, 192, "bfloat16")
+    tiles = Tiles(rows=1, out=16, blocks=2, unroll=1, splits=2, num_warps=4, lookups=True)
+    y = quant_matmul_pallas(x, weight, tiles=tiles, interpret=interpret)
+    close(y, np.asarray(x, np.float64) @ np.asarray(dequantize(weight, jnp.float32), np.float64).T, "bfloat16")
+
+
+def test_leading_dims_stay_and_the_weight_gets_no_gradient():
+    x, weight, _ = inputs(6, 33, 64, "float32")
+    y = quant_matmul(x.reshape(2, 3, 64), weight)
+    np.testing.assert_array_equal(y.reshape(6, 33), quant_matmul(x, weight))
+    gradient = jax.grad(lambda w: quant_matmul(x, w).sum(), allow_int=True)(weight)
+    for leaf in (gradient.nested_scale, gradient.nested_offset, gradient.nested_table):
+        np.testing.assert_array_equal(leaf, 0)
+
+
+def test_a_zero_block_gives_no_nan():
+    weight = quantize(jnp.zeros((16, 128)).at[3, 64:].set(0.5))
+    x = jnp.ones((1, 128))
+    y, vjp = jax.vjp(lambda x: quant_matmul(x, weight, implementation="pallas_triton", interpret=True), x)
+    np.testing.assert_allclose(y[0], np.r_[np.zeros(3), 32.0, np.zeros(12)], atol=1e-6)
+    assert np.isfinite(vjp(y)[0]).all()
+
+
+def test_refusals():
+    x, weight, _ = inputs(2, 33, 80, "float32")
+    with pytest.raises(ValueError, match=r"x \(2, 79\) and weight \(33, 80\)"):
+        quant_matmul(x[:, 1:], weight)
+    with pytest.raises(ValueError, match="known: pallas_triton, dequantize, reference"):
+        quant_matmul(x, weight, implementation="fused")
+    with pytest.raises(NotImplementedError, match="multiples of 64; this weight has in=80"):
+        quant_matmul(x, weight, implementation="pallas_triton", interpret=True)
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
+        quant_matmul(x, weight, implementation="dequantize")
