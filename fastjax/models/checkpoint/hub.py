@@ -1,9 +1,11 @@
 """From a model argument to files: a folder, a .gguf file, or a hub id fetched through huggingface_hub."""
 
+import os
 import re
 from pathlib import Path
 
 from fastjax.errors import UserError
+from fastjax.models.values import shown
 
 # Weights as safetensors only: no pickle and no Python file is ever fetched.
 _ALLOWED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt"]
@@ -23,17 +25,18 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     """
     if not model:
         raise UserError("the model is an empty string: give a folder, a .gguf file or a hub id")
-    path = Path(model).expanduser()
-    if path.is_dir():
+    # os.path, because pathlib raises for names that are too long, for unknown users and behind closed folders.
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path):
         if not (path / "config.json").is_file():
             raise _not_a_model(path)
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix != ".gguf":
             raise UserError(f"{model} is a file and not a .gguf; give the folder that holds it and config.json")
         return path
     if model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
-        raise UserError(f"{model}: no such file or folder")
+        raise UserError(f"{shown(model, 300)}: no such file or folder")
     return _fetch(model, revision)
 
 

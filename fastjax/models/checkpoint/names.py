@@ -7,9 +7,11 @@ Weights have the same layout on both sides, so nothing is transposed or permuted
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fastjax.errors import UserError
 from fastjax.models.checkpoint.checkpoint import TensorSource
+from fastjax.models.values import shown
 
 _LINEARS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -30,6 +32,9 @@ TABLE: dict[str, str] = {
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 _HF_PATTERNS = {path: pattern for pattern, path in TABLE.items()}
+
+# At most nine digits: int() is slow on more, and refuses thousands.
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 
 # Buffers that old checkpoints carry; they follow from config.json.
 _IGNORABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
@@ -59,6 +64,29 @@ def places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
             for layer in range(shape[0]):
                 out[pattern.format(layer=layer)] = Place(path, layer, shape[1:])
     return out
+
+
+def check_sizes(source: TensorSource, config: Mapping[str, Any]) -> None:
+    """Compares a config.json with the depth and the embedding of a checkpoint, before anything of its size is laid out.
+
+    Raises: UserError if it has more layers than the checkpoint, or another embedding. Values that are no sizes are left
+      to ModelConfig, which names them.
+    """
+    layers = 1 + max((int(found[1]) for name in source.names() if (found := _LAYER.match(name))), default=-1)
+    stated = config.get("num_hidden_layers")
+    if isinstance(stated, int) and stated > layers:
+        raise UserError(
+            f"{source.describe()} holds {layers} layers, and config.json says num_hidden_layers={shown(stated)}; "
+            "does config.json belong to these weights?"
+        )
+    sizes = [config.get("vocab_size"), config.get("hidden_size")]
+    if EMBEDDING in source.names() and all(isinstance(size, int) and size > 0 for size in sizes):
+        info = source.info(EMBEDDING)
+        if list(info.shape) != sizes:
+            raise UserError(
+                f"{info.file}: {EMBEDDING} has shape {list(info.shape)}, expected {shown(sizes)} (vocab_size and "
+                "hidden_size in config.json); does config.json belong to these weights?"
+            )
 
 
 def check_names(source: TensorSource, expected: Mapping[str, Place]) -> None:

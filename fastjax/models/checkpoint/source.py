@@ -11,9 +11,12 @@ from fastjax.errors import UserError
 from fastjax.models.checkpoint.checkpoint import Checkpoint, TensorInfo
 from fastjax.models.checkpoint.files import read_json
 from fastjax.models.checkpoint.hub import resolve_model
+from fastjax.models.checkpoint.names import check_sizes
 from fastjax.models.checkpoint.safetensors_io import SafetensorsFile
+from fastjax.models.values import INT32_MAX, shown, token_ids
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_LONGEST_NAME = 255  # bytes in one part of a path, on every common file system
 
 
 def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
@@ -29,13 +32,18 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     if path.is_file():
         from fastjax.models.checkpoint.gguf_io import open_gguf
 
-        return open_gguf(model, path)
+        checkpoint = open_gguf(model, path)
+        check_sizes(checkpoint.tensors, checkpoint.config)
+        return checkpoint
     config = read_json(path / "config.json")
     generation_config = None
-    if (path / "generation_config.json").is_file():
+    if (path / "generation_config.json").exists():
         generation_config = read_json(path / "generation_config.json")
+        _check_token_ids(path / "generation_config.json", generation_config, config.get("vocab_size"))
         _complain(path / "generation_config.json", generation_config)
-    return Checkpoint(model, path, config, generation_config, SafetensorsSource(path))
+    tensors = SafetensorsSource(path)
+    check_sizes(tensors, config)
+    return Checkpoint(model, path, config, generation_config, tensors)
 
 
 class SafetensorsSource:
@@ -44,7 +52,7 @@ class SafetensorsSource:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, SafetensorsFile] = {}
-        if (folder / _INDEX).is_file():
+        if (folder / _INDEX).exists():
             self._open_shards(folder / _INDEX)
         elif (folder / _SINGLE).exists():
             self._add(SafetensorsFile(folder / _SINGLE))
@@ -89,8 +97,9 @@ class SafetensorsSource:
 def _inside(index: Path, shard: str) -> Path:
     # The name may not lead out of the folder. What it names may be a link: the hub's cache is made of links.
     parts = PurePosixPath(shard)
-    if not shard or parts.is_absolute() or ".." in parts.parts or "\\" in shard or "\0" in shard:
-        raise UserError(f"{index} names the file {shard!r}, which is not a plain name inside the folder")
+    too_long = any(len(part.encode("utf-8", "replace")) > _LONGEST_NAME for part in parts.parts) or len(shard) > 1024
+    if not shard or parts.is_absolute() or ".." in parts.parts or "\\" in shard or "\0" in shard or too_long:
+        raise UserError(f"{index} names the file {shown(shard)}, which is not a plain name inside the folder")
     return index.parent / shard
 
 
@@ -108,6 +117,14 @@ def _no_weights(folder: Path) -> UserError:
     return UserError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
 
 
+def _check_token_ids(path: Path, config: Mapping[str, Any], vocab_size: Any) -> None:
+    size = vocab_size if isinstance(vocab_size, int) else INT32_MAX  # a bad size is ModelConfig's to refuse
+    for key in ("bos_token_id", "eos_token_id"):
+        token_ids(config.get(key), f"{path}: {key}", size)
+    if config.get("pad_token_id") != -1:  # the first Llamas say so for none
+        token_ids(config.get("pad_token_id"), f"{path}: pad_token_id", size)
+
+
 def _complain(path: Path, config: Mapping[str, Any]) -> None:
     # transformers refuses to save such a file, sometimes after hours of training. Here it is carried over as it is.
     if config.get("do_sample", False):
@@ -115,5 +132,5 @@ def _complain(path: Path, config: Mapping[str, Any]) -> None:
     neutral = {"temperature": (1.0, 0.0), "top_p": (1.0,), "top_k": (50, 0), "min_p": (), "typical_p": (1.0,)}
     idle = [key for key, values in neutral.items() if config.get(key) is not None and config[key] not in values]
     if idle:
-        settings = ", ".join(f"{key}={config[key]}" for key in idle)
+        settings = ", ".join(f"{key}={shown(config[key])}" for key in idle)
         warnings.warn(f"{path}: {settings} has no effect without do_sample; carried over unchanged", stacklevel=3)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastjax.errors import UserError
 from fastjax.models.checkpoint.files import read_json, write_json
+from fastjax.models.values import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -39,7 +40,7 @@ def load_tokenizer(model: "str | Path | Checkpoint") -> "PreTrainedTokenizerFast
         from fastjax.models.checkpoint.gguf_tokenizer import tokenizer_from_gguf
 
         return tokenizer_from_gguf(gguf)
-    has_json = (folder / "tokenizer.json").is_file()
+    has_json = (folder / "tokenizer.json").exists()
     if not has_json:
         _require_sentencepiece(folder)
     cls = _tokenizer_class(folder, has_json)
@@ -70,8 +71,8 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: str | Path) -> 
 def _locate(model: "str | Path | Checkpoint") -> tuple[Path, Path | None]:
     if not isinstance(model, str | Path):
         return model.folder, model.gguf
-    path = Path(model).expanduser()
-    if not path.is_dir():
+    path = Path(os.path.expanduser(model))
+    if not os.path.isdir(path):
         from fastjax.models.checkpoint.hub import resolve_model
 
         path = resolve_model(str(model))
@@ -104,8 +105,11 @@ def _tokenizer_class(folder: Path, has_json: bool) -> Any:
         return LlamaTokenizer
     named = {}
     for file in ("config.json", "tokenizer_config.json"):
-        if (folder / file).is_file():
+        if (folder / file).exists():
             named[file] = read_json(folder / file)
+            name = named[file].get("tokenizer_class")
+            if name is not None and not isinstance(name, str):
+                raise UserError(f"{folder / file}: tokenizer_class={shown(name)} must be the name of a class")
     declared = named.get("tokenizer_config.json", {}).get("tokenizer_class")
     declared = declared or named.get("config.json", {}).get("tokenizer_class") or ""
     is_mistral = named.get("config.json", {}).get("model_type") == "mistral"

@@ -58,7 +58,8 @@ def test_a_tensor_that_the_index_names_and_the_shard_lacks_is_named(sharded: Pat
 
 
 @pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "/outside.safetensors", "a/../../outside.safetensors", "", "..\\x"]
+    "name",
+    ["../outside.safetensors", "/outside.safetensors", "a/../../outside.safetensors", "", "..\\x", "x" * 300, "a\0"],
 )
 def test_an_index_cannot_point_outside_its_folder(name: str, sharded: Path) -> None:
     write_safetensors(sharded.parent / "outside.safetensors", {"x": np.ones(1, np.float32)})
@@ -135,3 +136,42 @@ def test_an_invalid_generation_config_is_a_warning_when_the_model_is_opened(fold
     with pytest.warns(UserWarning, match="temperature=0.9 has no effect without do_sample"):
         checkpoint = open_checkpoint(str(folder))
     assert checkpoint.generation_config == {"do_sample": False, "temperature": 0.9, "eos_token_id": [2, 5]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 10**9}, "model.safetensors holds 2 layers, .*num_hidden_layers=1000000000"),
+        ({"num_hidden_layers": 3}, "holds 2 layers"),
+        ({"hidden_size": 10**7}, r"embed_tokens.weight has shape \[99, 32\], expected \[99, 10000000\]"),
+        ({"vocab_size": 98}, r"has shape \[99, 32\], expected \[98, 32\]"),
+    ],
+)
+def test_sizes_that_are_not_those_of_the_tensors_are_refused_when_the_model_is_opened(
+    changes: dict, words: str, folder: Path
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(UserError, match=words):
+        open_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize("value", ["</s>", ["x"], [[1]], 10**30, 2.5, True, 99])
+def test_end_tokens_in_the_generation_config_must_be_ids_of_the_vocabulary(value: object, folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(UserError, match="generation_config.json: eos_token_id.* must be a token id.* from 0 to 98"):
+        open_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "model.safetensors.index.json"])
+def test_a_folder_where_a_file_belongs_is_refused_by_name(name: str, folder: Path) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    with pytest.raises(UserError, match=f"{name} cannot be read: Is a directory"):
+        open_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x" * 300, "a\0b", "\ud83d", "~nobody_has_this_name/model"])
+def test_a_model_name_that_no_file_can_have_is_no_such_model(name: str) -> None:
+    with pytest.raises(UserError):
+        open_checkpoint(name)

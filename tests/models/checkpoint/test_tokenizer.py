@@ -237,6 +237,18 @@ def test_missing_and_broken_tokenizers_are_user_errors(tmp_path: Path) -> None:
             load_tokenizer(tmp_path)
 
 
+def test_a_tokenizer_class_that_is_no_name_is_refused_by_file_and_key(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for file in ("tokenizer_config.json", "config.json"):
+        (tmp_path / file).write_text('{"tokenizer_class": 5}')
+        with pytest.raises(UserError, match=f"{file}: tokenizer_class=5 must be the name of a class"):
+            load_tokenizer(tmp_path)
+        (tmp_path / file).unlink()
+    (tmp_path / "tokenizer_config.json").mkdir()
+    with pytest.raises(UserError, match="tokenizer_config.json cannot be read: Is a directory"):
+        load_tokenizer(tmp_path)
+
+
 # GGUF.
 
 
