@@ -17,9 +17,12 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="fastjax-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 TINY = {
     "vocab_size": 99,
@@ -88,3 +91,24 @@ def tiny_hf():
 def from_hf_model():
     """copy_hf_weights(hf_model, config=None, dtype="float32"): the same weights in a CausalLM."""
     return copy_hf_weights
+
+
+@pytest.fixture(scope="module")
+def optimised():
+    """Real models spend their time in the compiled code: the compiler does all it can again."""
+    import jax
+
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="session")
+def smollm2_file():
+    """SmolLM2-135M-Instruct's GGUF file, or a skip where it is not."""
+    named = os.environ.get("FASTJAX_SMOLLM2")
+    files = [Path(named)] if named else sorted((ROOT / ".cache/smollm2").glob("*.gguf"))
+    if not files or not files[0].is_file():
+        pytest.skip("SmolLM2 is not here; `make model` fetches it, FASTJAX_SMOLLM2 names another place")
+    return files[0]

@@ -6,7 +6,6 @@ folder, gguf_file=...)`); the slow test makes them anew.
 
 import json
 import math
-import os
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,6 +18,8 @@ from fastjax.models.checkpoint.load import load_model
 from fastjax.models.checkpoint.save import save_model
 from fastjax.models.checkpoint.tokenizer import load_tokenizer
 from fastjax.models.generation import generate
+
+pytestmark = pytest.mark.usefixtures("optimised")
 
 ROOT = Path(__file__).parents[2]
 NEW = 32
@@ -39,18 +40,9 @@ PERPLEXITY, NUM_TARGETS = 15.611467585614703, 2259
 
 
 @pytest.fixture(scope="module")
-def gguf_file():
-    named = os.environ.get("FASTJAX_SMOLLM2")
-    files = [Path(named)] if named else sorted((ROOT / ".cache/smollm2").glob("*.gguf"))
-    if not files or not files[0].is_file():
-        pytest.skip("SmolLM2 is not here; `make model` fetches it, FASTJAX_SMOLLM2 names another place")
-    return files[0]
-
-
-@pytest.fixture(scope="module")
-def smollm2(gguf_file):
+def smollm2(smollm2_file):
     """The real model in float32, loaded once, and its tokenizer."""
-    return load_model(str(gguf_file), jnp.float32), load_tokenizer(gguf_file)
+    return load_model(str(smollm2_file), jnp.float32), load_tokenizer(smollm2_file)
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +84,13 @@ def test_perplexity_of_gsm8k_questions_is_that_of_transformers(smollm2):
 
 @pytest.mark.slow
 def test_logits_and_text_equal_transformers_gguf_loader_and_our_export_gives_the_same(
-    smollm2, prompts, gguf_file, tmp_path
+    smollm2, prompts, smollm2_file, tmp_path
 ):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
     model, tokenizer = smollm2
-    theirs = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(smollm2_file.parent, gguf_file=smollm2_file.name, dtype=torch.float32)
     save_model(model, tmp_path / "export", tokenizer=tokenizer)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     ours = nnx.jit(lambda model, ids: model(ids))

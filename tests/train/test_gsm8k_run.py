@@ -1,7 +1,6 @@
 """A LoRA run of the real model on real rows: the loss falls, and PEFT computes the same for what was saved."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,7 @@ from fastjax.train.__main__ import main as train
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests/data/gsm8k"
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def gguf_file():
-    named = os.environ.get("FASTJAX_SMOLLM2")
-    files = [Path(named)] if named else sorted((ROOT / ".cache/smollm2").glob("*.gguf"))
-    if not files or not files[0].is_file():
-        pytest.skip("SmolLM2 is not here; `make model` fetches it, FASTJAX_SMOLLM2 names another place")
-    return files[0]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimised")]
 
 
 def _eval_loss(capsys, *arguments):
@@ -29,13 +19,13 @@ def _eval_loss(capsys, *arguments):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def _peft_loss(gguf_file, adapter):
+def _peft_loss(smollm2_file, adapter):
     """The mean loss of the target tokens, and their number, by transformers' GGUF loader and PEFT."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    base = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(smollm2_file.parent, gguf_file=smollm2_file.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     model = PeftModel.from_pretrained(base, adapter).eval()
     total, count = 0.0, 0
@@ -51,18 +41,18 @@ def _peft_loss(gguf_file, adapter):
     return total / count, count
 
 
-def test_eval_loss_on_gsm8k_falls_and_is_what_peft_computes_for_the_saved_adapter(gguf_file, tmp_path, capsys):
-    before = _eval_loss(capsys, "--model", str(gguf_file))
+def test_eval_loss_on_gsm8k_falls_and_is_what_peft_computes_for_the_saved_adapter(smollm2_file, tmp_path, capsys):
+    before = _eval_loss(capsys, "--model", str(smollm2_file))
     run = tmp_path / "run"
     arguments = {
-        "model": gguf_file, "data": DATA / "train64.jsonl", "output_dir": run, "dtype": "float32", "remat": "none",
+        "model": smollm2_file, "data": DATA / "train64.jsonl", "output_dir": run, "dtype": "float32", "remat": "none",
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-3,
         "lora_r": 8, "lora_alpha": 16, "max_seq_length": 512, "report_to": "none",
     }  # fmt: skip
     assert train([word for name, value in arguments.items() for word in (f"--{name}", str(value))]) == 0
     capsys.readouterr()
-    after = _eval_loss(capsys, "--model", str(gguf_file), "--adapter", str(run / "adapter"))
-    theirs, count = _peft_loss(gguf_file, run / "adapter")
+    after = _eval_loss(capsys, "--model", str(smollm2_file), "--adapter", str(run / "adapter"))
+    theirs, count = _peft_loss(smollm2_file, run / "adapter")
     print(f"eval_loss {before['eval_loss']:.4f} -> {after['eval_loss']:.4f}, PEFT {theirs:.6f}")
     assert after["num_target_tokens"] == before["num_target_tokens"] == count
     assert after["eval_loss"] < before["eval_loss"] - 0.1
