@@ -1,7 +1,8 @@
-"""Where jax shall run when nobody has said so."""
+"""Where jax shall run when nobody has said so, and what that means for speed."""
 
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -28,3 +29,14 @@ def choose_platform() -> None:
             jax.config.update("jax_platforms", "cpu")
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def note_slow_dtype(dtype: str, given: Collection[str]) -> None:
+    """Say on stderr that float32 is faster, if this is a CPU and bfloat16 was the default's choice.
+
+    Args: given: names of the settings that the user gave.
+    """
+    import jax
+
+    if dtype == "bfloat16" and "dtype" not in given and jax.default_backend() == "cpu":
+        print("note: bfloat16 is slow on a CPU; --dtype float32 is faster there", file=sys.stderr)

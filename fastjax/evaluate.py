@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from fastjax.cli import Options, run_command
+from fastjax.devices import note_slow_dtype
 from fastjax.errors import NumericsError
 from fastjax.train.config import RowConfig
 
@@ -22,6 +23,7 @@ def evaluate(config: RowConfig, options: Options) -> None:
     base = open_base(config.model, config.adapter)
     rows = load_rows(config.data, config, base)
     print(rows.report, file=sys.stderr)
+    note_slow_dtype(config.dtype, options.given)
     model = load_model(base.checkpoint, config.dtype, mesh)
     if config.adapter is not None:
         load_adapter(model, config.adapter)

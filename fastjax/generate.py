@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastjax.cli import Options, run_command
+from fastjax.devices import note_slow_dtype
 from fastjax.errors import UserError
 from fastjax.settings import check_all, setting
 
@@ -82,6 +83,7 @@ def generate(config: GenerateConfig, options: Options) -> None:
     base = open_base(config.model, config.adapter)
     # Every prompt is checked before the weights are read: a mistake in the last row should not cost an hour.
     questions = _questions(config, base)
+    note_slow_dtype(config.dtype, options.given)
     model = load_model(base.checkpoint, config.dtype)
     if config.adapter is not None:
         load_adapter(model, config.adapter)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from fastjax.devices import note_slow_dtype
 from fastjax.errors import UserError
 from fastjax.models.checkpoint.files import replace_folder
 from fastjax.models.checkpoint.load import load_model
@@ -113,6 +114,7 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = pri
         prompt_ids(base.tokenizer, config.sample_prompt, chat=bool(base.tokenizer.chat_template))
     rows = load_rows(config.data, config, base)
     eval_rows = None if config.eval_data is None else load_rows(config.eval_data, config, base)
+    note_slow_dtype(config.dtype, given)
     model = load_model(base.checkpoint, config.dtype, mesh)
     if config.adapter is not None:
         lora = load_adapter(model, config.adapter)
