@@ -5,12 +5,15 @@ A place is what a message shows: `file:line` where the format has lines, else a 
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from fastjax.errors import UserError
+
+HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 Row = dict[str, Any]
 Placed = tuple[Any, str]
@@ -21,8 +24,8 @@ def read_rows(source: DataSource) -> Iterator[Placed]:
     """Pairs (row, place) of a data source, in its order.
 
     Args:
-      source: a .jsonl, .ndjson, .json, .csv or .parquet file; a folder or hub id that `datasets` can load (its train
-        split); or rows in memory, any iterable of mappings.
+      source: a .jsonl, .ndjson, .json, .csv or .parquet file; a folder or hub id owner/name that `datasets` can load
+        (its train split); or rows in memory, any iterable of mappings.
     Raises: UserError for a missing, unreadable or empty source and for broken syntax, naming file and line.
     """
     empty = True
@@ -46,8 +49,11 @@ def _open(source: DataSource) -> Iterator[Placed]:
         return _open_file(path)
     if path.is_dir():
         return _read_with_datasets(str(path))
-    if path.suffix.lower() in FILE_READERS or path.is_absolute() or str(source).startswith((".", "~")):
-        raise UserError(f"{source}: no such data file or folder; check the path")
+    if path.suffix.lower() in FILE_READERS or not HUB_ID.fullmatch(str(source)):
+        raise UserError(
+            f"{source}: no such data file or folder; give a {', '.join(FILE_READERS)} file, a folder of them, "
+            "or a hub id owner/name"
+        )
     return _read_with_datasets(str(source))
 
 
@@ -210,13 +216,25 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
 def _read_with_datasets(name: str) -> Iterator[Placed]:
     import datasets
 
+    from fastjax.train.data.hub import offline_if_unreachable
+
     saved = (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file()
+    why = None
     try:
-        loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
+        if saved or Path(name).is_dir():
+            loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
+        else:
+            with offline_if_unreachable() as why:
+                loaded = datasets.load_dataset(name)
     except Exception as error:  # noqa: BLE001 - datasets raises its own, the hub's, pyarrow's and builtin errors alike
+        if why is not None:
+            raise UserError(
+                f"{name}: no such data file or folder, nor a data set in the hub's cache, and {why}; "
+                "check the path, or fetch the data set where the hub can be reached"
+            ) from None
         raise UserError(
             f"{name}: neither a data file nor a data set that `datasets` can load ({type(error).__name__}: "
-            f"{_first_line(error)}); give a {', '.join(FILE_READERS)} file, a folder of them, or a hub id"
+            f"{_first_line(error)}); give a {', '.join(FILE_READERS)} file, a folder of them, or a hub id owner/name"
         ) from None
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded:

@@ -84,6 +84,9 @@ def test_folder_is_read_through_datasets(tmp_path, monkeypatch):
         ("a.json", '[{"text": "a"}', r"a\.json:1: broken JSON .*end of the file"),
         ("a.json", '"text"', r"a\.json:1: starts with"),
         ("a.json", b'[{"text": "\xff"}]', "not UTF-8"),
+        ("a.json", '[{"text": "a"},\n {"text": ' + "9" * 5000 + "}]", r"a\.json:2: unreadable JSON"),
+        ("a.json", '{"text": "a"}\n{"text": ' + "9" * 5000 + "}", r"a\.json:2: unreadable JSON"),
+        ("a.jsonl", '{"text": ' + "9" * 5000 + "}", r"a\.jsonl:1: broken JSON"),
         ("a.csv", 'text,id\na,1\n"b"c,2\n', r"a\.csv:3: broken CSV"),
         ("a.csv", "text,id\na,1,2\n", r"a\.csv:2: 3 fields under a header of 2"),
         ("a.parquet", "no table", "cannot be read as Parquet"),
@@ -106,10 +109,29 @@ def test_missing_file_and_unknown_hub_id_are_refused(tmp_path):
         list(read_rows(tmp_path / "none.jsonl"))
     with pytest.raises(UserError, match="no such data file"):
         list(read_rows("none.jsonl"))
-    with pytest.raises(UserError, match="neither a data file nor a data set"):
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids asking the hub; check the path"):
         list(read_rows("nobody/has-this-data-set"))
     with pytest.raises(UserError, match="rows in memory: no rows"):
         list(read_rows([]))
+
+
+@pytest.mark.parametrize("name", ["imdb", "my rows", "data/rows/train", "~/rows"])
+def test_a_name_that_is_no_file_and_no_hub_id_is_a_missing_file(name):
+    with pytest.raises(UserError, match=r"no such data file or folder; give a \.jsonl,.* or a hub id owner/name"):
+        list(read_rows(name))
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch, capfd):
+    import datasets
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"nobody/rows: .* the hub \(http://127.0.0.1:9\) cannot be reached"):
+        list(read_rows("nobody/rows"))
+    assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
+    assert "Retry" not in capfd.readouterr().err
 
 
 def test_unreadable_file_is_refused(tmp_path, monkeypatch):
