@@ -24,13 +24,20 @@ from typing import Annotated, Any, TypeVar
 
 from fastjax.devices import choose_platform
 from fastjax.errors import DeviceMemoryError, FastjaxError, UserError
-from fastjax.settings import build, check, describe, field_types, from_text, metavar, nearest, rule_of
+from fastjax.settings import build, check, describe, field_types, from_text, is_none, metavar, nearest, rule_of
 
 T = TypeVar("T")
 
 _SWITCHES = {
     "json": "print the result as one JSON object",
     "debug": "show the traceback of every error",
+}
+# What the design knows and this release does not have: {flag: way out}.
+_LATER = {
+    "load_in_4bit": "leave it out: the base stays in 16 bit, and --method lora trains adapters over it",
+    "load_in_8bit": "leave it out: the base stays in 16 bit, and --method lora trains adapters over it",
+    "packing": "leave it out: rows of like length share a batch, so that little is padded",
+    "memory_budget_gib": "choose what is recomputed with --remat; full takes least memory",
 }
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -138,6 +145,7 @@ def _read_flags(settings: type, argv: Sequence[str]) -> dict[str, str | bool]:
         name = flag.replace("-", "_")
         negated = name.startswith("no_") and known.get(name[3:]) is bool
         if name not in known and not negated:
+            _refuse_later(name, f"--{flag}")
             raise UserError(f"unknown flag --{flag}{nearest(name, known, '--')}\nAll flags: --help")
         value: str | bool = text
         if negated or known[name] is bool:
@@ -181,17 +189,39 @@ def _read_yaml(settings: type, file: str | bool) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"--config {file} holds a {type(content).__name__}; write one `name: value` a line")
     hints, values = field_types(settings), {}
+    of_training: list[str] = []
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in hints:
+            # A run's own config.yaml serves the other commands too.
+            if name in _training_settings():
+                of_training.append(name)
+                continue
+            _refuse_later(name, f"{file}: {key}")
             raise UserError(f"{file}: unknown key {key!r}{nearest(name, hints)}\nAll keys: the flags of --help")
         try:
+            if isinstance(value, str) and is_none(hints[name], value):
+                value = None
             if isinstance(value, str) and not _is_text(hints[name]):
                 value = from_text(name, hints[name], value) if _is_collection(hints[name]) else value
             values[name] = check(name, hints[name], value, rule_of(settings, name))
         except UserError as error:
             raise UserError(f"{file}: {error}") from None
+    if of_training:
+        print(f"note: {file}: settings of training alone are passed over: {', '.join(of_training)}", file=sys.stderr)
     return values
+
+
+def _training_settings() -> dict[str, Any]:
+    from fastjax.train.config import TrainConfig
+
+    return field_types(TrainConfig)
+
+
+def _refuse_later(name: str, given: str) -> None:
+    """Raises: UserError for a setting that only a later release has."""
+    if name in _LATER:
+        raise UserError(f"{given} is not in this release; {_LATER[name]}")
 
 
 def _is_text(hint: Any) -> bool:
@@ -213,15 +243,22 @@ def _print_help(settings: type, prog: str, description: str) -> int:
             continue
         default = {} if field.default is dataclasses.MISSING else field.default
         arg = tyro.conf.arg(help=field.metadata.get("help", ""), metavar=metavar(hints[field.name]) or None)
-        if hints[field.name] is bool:
+        if default == "":
+            # Empty only so that --config may bring it: what has no default is shown as required.
+            fields.append((field.name, Annotated[str, arg], dataclasses.MISSING))
+        elif hints[field.name] is bool:
             fields.append((field.name, Annotated[bool, arg], default))
         else:
             fields.append((field.name, Annotated[str, arg], "none" if default in (None, {}) else str(default)))
-    config = tyro.conf.arg(help="YAML file of settings; flags win over it", metavar="FILE")
+    config = tyro.conf.arg(
+        help="YAML file of settings; flags win over it, and --NAME none (or null) unsets one", metavar="FILE"
+    )
     fields.append(("config", Annotated[str, config], "none"))
     for name, text in _SWITCHES.items():
         fields.append((name, Annotated[bool, tyro.conf.arg(help=text)], False))
-    drawn = dataclasses.make_dataclass("Settings", [(n, t, dataclasses.field(default=d)) for n, t, d in fields])
+    drawn = dataclasses.make_dataclass(
+        "Settings", [(n, t, dataclasses.field(default=d)) for n, t, d in fields], kw_only=True
+    )
     try:
         tyro.cli(drawn, args=["--help"], prog=prog, description=description, use_underscores=True)
     except SystemExit as done:

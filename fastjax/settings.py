@@ -68,11 +68,11 @@ def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
 def from_text(name: str, hint: Any, text: str) -> Any:
     """Read the text of a flag as the setting's type; the result still has to pass `check`.
 
-    Lists are comma-separated, dicts are JSON, `none` is None where None is allowed.
+    Lists are comma-separated, dicts are JSON, `none` or `null` is None where None is allowed.
     Raises: UserError naming the setting.
     """
     kinds = _kinds(hint)
-    if type(None) in kinds and text.lower() == "none":
+    if is_none(hint, text):
         return None
     try:
         if dict in kinds:
@@ -86,6 +86,11 @@ def from_text(name: str, hint: Any, text: str) -> Any:
     except ValueError:
         raise UserError(f"{name}={text!r} is not {describe(hint)}") from None
     return text
+
+
+def is_none(hint: Any, text: str) -> bool:
+    """Whether the text stands for None, in a setting that may be None."""
+    return type(None) in _kinds(hint) and text.lower() in ("none", "null")
 
 
 def check(name: str, hint: Any, value: Any, rule: Rule | None = None) -> Any:

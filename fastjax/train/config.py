@@ -16,7 +16,7 @@ class RowConfig:
     """What training and evaluation are told alike: the model, the rows, and how rows become tokens."""
 
     model: str = setting("", "HF folder, hub id or .gguf file of the base model")
-    data: str = setting("", "rows: a .jsonl, .json, .csv or .parquet file, or a hub id")
+    data: str = setting("", "rows: a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id owner/name")
     adapter: str | None = setting(None, "adapter folder; its own rank, alpha and targets are used")
 
     data_format: Literal["auto", "messages", "conversations", "prompt", "alpaca", "text"] = setting(
@@ -94,7 +94,7 @@ class TrainConfig(RowConfig):
     alpha_pattern: dict[str, float] = setting({}, "alphas that differ by module, as JSON")
     modules_to_save: tuple[str, ...] | None = setting(None, "trained in full beside the adapters: embed_tokens,lm_head")
 
-    eval_data: str | None = setting(None, "rows to evaluate on")
+    eval_data: str | None = setting(None, "rows to evaluate on, given as data is")
     eval_steps: int | None = setting(None, "evaluate every N optimiser steps (at the end in any case)", minimum=1)
 
     per_device_train_batch_size: int = setting(2, "rows per data-parallel rank and micro-batch", minimum=1)

@@ -40,6 +40,7 @@ def test_flags_take_underscores_or_dashes_and_bare_booleans():
     assert read("--no_fast_mode").fast_mode is False
     assert read("--name=--dashes").name == "--dashes"
     assert read("--rate", "0", "--limit", "none").limit is None
+    assert read("--limit", "null", "--name", "null") == Small(name="null")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,8 @@ def test_lists_of_numbers_and_json_mappings():
         (["--ranks", "q_proj=8"], ["--ranks=", "mapping"]),
         (["--ranks", '{"q_proj": "8"}'], ["--ranks=", "mapping"]),
         (["train.jsonl"], ["unexpected 'train.jsonl'"]),
+        (["--load_in_4bit", "--count", "2"], ["--load_in_4bit is not in this release", "16 bit"]),
+        (["--packing"], ["--packing is not in this release", "leave it out"]),
         (["--config", "missing.yaml"], ["missing.yaml", "No such file"]),
     ],
 )
@@ -103,6 +106,7 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
     ("text", "words"),
     [
         ("cuont: 3", ["unknown key 'cuont'", "did you mean count?"]),
+        ("packing: true", ["packing is not in this release"]),
         ("count: three", ["count='three' is not a whole number"]),
         ("count: '3'", ["count='3' is not a whole number"]),
         ("count: 3.5", ["count=3.5 is not a whole number"]),
@@ -122,6 +126,23 @@ def test_a_wrong_config_file_is_refused_by_file_and_key(tmp_path, text, words):
         read("--config", str(file))
     for word in ["run.yaml", *words]:
         assert word in str(error.value)
+
+
+def test_none_and_null_unset_a_key_of_the_config(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("limit: 3\nlayers: none\n")
+    for word in ("none", "null", "NULL"):
+        small, options = parse(Small, ["--config", str(file), "--limit", word])
+        assert small == Small() and options.given == {"limit", "layers"}
+
+
+def test_settings_of_training_in_the_config_of_another_command_are_named_and_passed_over(tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text("count: 5\noutput_dir: runs/a\nlearning_rate: three\n")
+    small, options = parse(Small, ["--config", str(file)])
+    assert small == Small(count=5) and options.given == {"count"}
+    note = capsys.readouterr().err
+    assert note == f"note: {file}: settings of training alone are passed over: output_dir, learning_rate\n"
 
 
 class XlaRuntimeError(RuntimeError):
@@ -176,6 +197,7 @@ def test_help_names_every_setting_and_exits_0(capsys):
     for field in dataclasses.fields(TrainConfig):
         assert f"--{field.name}" in text
     assert "lora|full" in text and "--config" in text and "--json" in text
+    assert "none (or null)" in text and "default: ''" not in text and text.count("(required)") == 3
 
 
 def test_a_wrong_flag_in_a_real_process_exits_2_without_loading_jax():

@@ -86,6 +86,11 @@ def test_evaluate_prints_the_same_loss_for_the_saved_adapter(finished, common, c
     assert printed["perplexity"] == pytest.approx(math.exp(result["eval_loss"]))
     assert evaluate.main(flags(**settings)) == 0
     assert capsys.readouterr().out.startswith(f"eval_loss={result['eval_loss']:.6f} num_target_tokens=174 ")
+    # The run's own settings serve too.
+    assert evaluate.main(flags(config=output / "config.yaml", adapter=output / "adapter")) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"eval_loss={result['eval_loss']:.6f} num_target_tokens=174 ")
+    assert "passed over: output_dir, method, " in printed.err and "bfloat16" not in printed.err
 
 
 @pytest.mark.parametrize(
