@@ -5,7 +5,6 @@ import pytest
 from fastjax.train.resume import horizon, horizon_note
 from fastjax.train.schedule import make_schedule, num_warmup_steps
 
-
 WARMUPS: list[dict] = [{}, {"warmup_steps": 3}, {"warmup_ratio": 0.5}]
 SCHEDULES = [("constant", {})] + [(k, w) for k in ("linear", "cosine", "constant_with_warmup") for w in WARMUPS]
 
