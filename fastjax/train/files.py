@@ -2,11 +2,10 @@
 
 import os
 import shutil
-import uuid
 import zlib
 from pathlib import Path
 
-_REMOVED = ".removed"
+from fastjax.models.checkpoint.files import temporary_name
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -34,17 +33,10 @@ def crc32(path: Path) -> int:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder; a kill half-way leaves another name, never a folder with some of its files."""
-    doomed = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_REMOVED}")
+    """Removes a folder, or a link to one; a kill half-way leaves another name, never some of its files."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    doomed = temporary_name(path, "removed")
     path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Removes what killed processes left in `folder` under temporary names."""
-    for pattern in (".*.tmp", ".*.old", f".*{_REMOVED}"):
-        for path in folder.glob(pattern):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)

@@ -1,18 +1,24 @@
 """The layout of OUTPUT_DIR, and who may write into one."""
 
+import os
 import shutil
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastjax.errors import UserError
-from fastjax.models.checkpoint.files import replace_file
-from fastjax.train.files import remove_leftovers
+from fastjax.models.checkpoint.files import OUR_FILES, check_folder, is_leftover, remove_leftovers, replace_file
+from fastjax.train.files import remove_folder
+from fastjax.train.run_lock import LOCK, check_not_locked, locked
 from fastjax.train.state import MANIFEST, CheckpointStore
 
 # The first line of config.yaml: only a folder that bears it is ever overwritten.
 _MARK = "# A fastjax run; `--config` takes this file."
+
+# What TensorBoard and Weights & Biases leave in the folder that they are given.
+_EVENTS = ("events.out.tfevents.*", "wandb")
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,12 @@ class RunFolder:
     def check(self, resume: str = "never", overwrite: bool = False) -> None:
         """Whether a run with these settings may use the folder; touches nothing.
 
-        Raises: UserError if it holds something and neither `resume` nor `overwrite` is asked for, or something that no
-          fastjax run wrote; if `resume` names no checkpoint, or one of another run than the folder's.
+        Raises: UserError if no folder can be there or another run is using it; if it holds something and neither
+          `resume` nor `overwrite` is asked for, or something that no fastjax run wrote; if `resume` names no
+          checkpoint, or one of another run than the folder's.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"output_dir={str(self.path)!r} is a file; give a folder")
+        check_folder(self.path, "output_dir")
+        check_not_locked(self.path)
         checkpoint = None if resume in ("never", "auto") else _checkpoint_at(Path(resume))
         if self.is_empty():
             return
@@ -67,6 +74,7 @@ class RunFolder:
             )
         if not self._is_run():
             raise UserError(f"output_dir={str(self.path)!r} holds files that no fastjax run wrote; give another folder")
+        self._check_parts()
         if checkpoint is not None and self.checkpoints.resolve() != checkpoint.resolve().parent:
             raise UserError(
                 f"resume={resume!r} is a checkpoint of another run than the one in output_dir={str(self.path)!r}; "
@@ -85,17 +93,18 @@ class RunFolder:
         return _checkpoint_at(Path(resume)), []
 
     def start(self, config: Mapping[str, Any], *, keep: bool) -> None:
-        """Makes the folder and writes config.yaml; without `keep`, what an earlier run wrote is removed first."""
+        """Makes the folder and writes config.yaml; without `keep`, what an earlier run wrote is removed first.
+
+        A person's files stay, in every folder of the run. Links are followed.
+        """
         import yaml
 
-        if not keep:
-            for path in (self.metrics, self.loss_plot):
-                path.unlink(missing_ok=True)
-            for path in (self.checkpoints, self.tensorboard, self.adapter, self.model):
-                if path.exists():
-                    shutil.rmtree(path)
         self.path.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self.path)
+        for folder in (self.path, self.checkpoints):
+            if folder.is_dir():
+                remove_leftovers(folder)
+        if not keep:
+            self._remove_run()
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         with replace_file(self.config) as file:
             file.write(f"{_MARK}\n{text}".encode())
@@ -107,7 +116,35 @@ class RunFolder:
 
     def is_empty(self) -> bool:
         """Whether the folder is absent or holds nothing."""
-        return not self.path.exists() or not any(self.path.iterdir())
+        return not self.path.exists() or all(path.name == LOCK or is_leftover(path) for path in self.path.iterdir())
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Keeps every other run out of the folder while the block runs, see `run_lock.locked`."""
+        return locked(self.path)
+
+    def _check_parts(self) -> None:
+        """Raises: UserError if a part of the run is a file where a folder belongs, or the other way round."""
+        for path in (self.checkpoints, self.tensorboard, self.adapter, self.model):
+            check_folder(path, path.name)
+        for path in (self.config, self.metrics, self.loss_plot):
+            if os.path.lexists(path) and not path.is_file():
+                raise UserError(f"{path} is not a file, and a run writes one there; move it, or give another folder")
+
+    def _remove_run(self) -> None:
+        for path in (self.metrics, self.loss_plot):
+            path.unlink(missing_ok=True)
+        store = CheckpointStore(self.checkpoints)
+        for step in store.steps():
+            remove_folder(store.path(step))
+        for folder, ours in ((self.tensorboard, _EVENTS), (self.adapter, OUR_FILES), (self.model, OUR_FILES)):
+            for path in [path for pattern in ours for path in folder.glob(pattern)]:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        for folder in (self.checkpoints, self.tensorboard, self.adapter, self.model):
+            if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+                folder.rmdir()
 
     def _is_run(self) -> bool:
         try:

@@ -1,14 +1,21 @@
 """What an interrupted run needs to go on bit-equal, saved through Orbax.
 
     checkpoints/STEP/arrays/          Orbax: trainable leaves, optimiser state, PRNG key, each under its dotted name
-    checkpoints/STEP/checkpoint.json  step, data position, fingerprint, shape of every leaf, size and CRC of every file
+    checkpoints/STEP/checkpoint.json  step, data position, fingerprint, shape of every leaf, size and CRC of every file,
+                                      and a CRC of all that
 
 A folder bears its number only once it is complete. Saving is synchronous: the next step donates these buffers, and on
 a CPU the "copy" on the host is a view of them.
 """
 
+import errno
 import json
-from collections.abc import Mapping
+import logging
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +24,7 @@ import jax
 import numpy as np
 
 from fastjax.errors import UserError
-from fastjax.models.checkpoint.files import replace_folder, write_json
+from fastjax.models.checkpoint.files import remove_leftovers, replace_folder, write_json
 from fastjax.train import files
 from fastjax.train.optim import parameter_name
 
@@ -63,7 +70,8 @@ class CheckpointStore:
         """The steps of all complete checkpoints, ascending."""
         if not self.folder.is_dir():
             return []
-        return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdigit() and (p / MANIFEST).is_file())
+        names = [path.name for path in self.folder.iterdir() if (path / MANIFEST).is_file()]
+        return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
     def path(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
@@ -79,9 +87,9 @@ class CheckpointStore:
         arrays = _named_leaves(state)
         self.folder.mkdir(parents=True, exist_ok=True)
         final = self.path(state.step)
-        files.remove_leftovers(self.folder)
-        with replace_folder(final, overwrite=True) as temporary:
-            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        remove_leftovers(self.folder)
+        with replace_folder(final, overwrite=True, ours=("arrays", MANIFEST)) as temporary:
+            with _disk_errors(temporary), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
                 checkpointer.save((temporary / "arrays").absolute(), args=ocp.args.StandardSave(arrays))
             manifest = {
                 "format": _FORMAT,
@@ -94,7 +102,7 @@ class CheckpointStore:
                     for file in files.files_below(temporary)
                 },
             }
-            write_json(temporary / MANIFEST, manifest)
+            write_json(temporary / MANIFEST, {**manifest, "crc": _crc_of(manifest)})
             files.flush(temporary)
         if self.save_total_limit is not None:
             for step in self.steps()[: -self.save_total_limit]:
@@ -122,10 +130,15 @@ class CheckpointStore:
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None. Orbax itself does not notice a flipped bit."""
     try:
-        listed = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         return f"{checkpoint}: {MANIFEST} cannot be read ({error})"
-    for name, (size, crc) in listed.items():
+    # With its own checksum it is what `save` wrote, so that no key's presence or type has to be asked for.
+    if not isinstance(manifest, dict) or manifest.pop("crc", None) != _crc_of(manifest):
+        return f"{checkpoint}: {MANIFEST} is not as it was written"
+    if checkpoint.resolve().name != str(manifest["step"]):
+        return f"{checkpoint}: {MANIFEST} is that of step {manifest['step']}"
+    for name, (size, crc) in manifest["files"].items():
         file = checkpoint / name
         if not file.is_file():
             return f"{checkpoint}: {name} is missing"
@@ -186,6 +199,32 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
         elif old != new:
             found.append(f"{prefix}{key} was {old!r} and is now {new!r}")
     return found
+
+
+def _crc_of(manifest: Mapping[str, Any]) -> int:
+    """CRC-32 of what JSON keeps of the manifest."""
+    return zlib.crc32(json.dumps(json.loads(json.dumps(manifest)), sort_keys=True).encode())
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Gives the OSError that TensorStore's ValueError stands for, and keeps Orbax from logging its traceback."""
+
+    def silent(record: logging.LogRecord) -> bool:
+        return "os_error_code" not in record.getMessage()
+
+    log = logging.getLogger("absl")
+    log.addFilter(silent)
+    try:
+        yield
+    except ValueError as error:
+        found = re.search(r"os_error_code='(\d+)'", str(error))
+        if not found and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        code = int(found[1]) if found else errno.ENOSPC
+        raise OSError(code, os.strerror(code), str(path)) from error
+    finally:
+        log.removeFilter(silent)
 
 
 def _named_leaves(state: TrainState) -> dict[str, jax.Array]:

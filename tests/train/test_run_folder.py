@@ -1,10 +1,12 @@
 """Whose folder it is, and what of an earlier run stays."""
 
+import json
+
 import pytest
 
 from fastjax.errors import UserError
 from fastjax.train.run_folder import RunFolder
-from fastjax.train.state import MANIFEST
+from fastjax.train.state import MANIFEST, _crc_of
 
 
 @pytest.fixture
@@ -13,7 +15,8 @@ def used(tmp_path):
     folder.start({"seed": 1}, keep=False)
     folder.metrics.write_text('{"step": 1}\n')
     (folder.checkpoints / "5").mkdir(parents=True)
-    (folder.checkpoints / "5" / MANIFEST).write_text('{"files": {}}')
+    manifest = {"step": 5, "files": {}}
+    (folder.checkpoints / "5" / MANIFEST).write_text(json.dumps({**manifest, "crc": _crc_of(manifest)}))
     return folder
 
 
@@ -56,10 +59,47 @@ def test_resume_wants_a_checkpoint_and_says_where_one_is(used, tmp_path):
 
 
 def test_a_new_start_removes_what_runs_write_and_nothing_else(used):
-    (used.path / "notes.txt").write_text("mine")
+    mine = [
+        used.path / "notes.txt",
+        used.path / ".notes.tmp",
+        used.adapter / "README.md",
+        used.checkpoints / "plot.png",
+    ]
     used.adapter.mkdir()
+    used.tensorboard.mkdir()
+    for path in (*mine, used.adapter / "adapter_config.json", used.tensorboard / "events.out.tfevents.1"):
+        path.write_text("mine")
     used.start({"seed": 2}, keep=False)
-    assert sorted(p.name for p in used.path.iterdir()) == ["config.yaml", "notes.txt"]
+    assert sorted(p for p in used.path.rglob("*") if p.is_file()) == sorted([used.config, *mine])
+    assert not used.tensorboard.exists()
+
+
+def test_linked_parts_of_a_run_stay_links_and_are_emptied(used, tmp_path):
+    big = tmp_path / "big"
+    used.checkpoints.rename(big)
+    used.checkpoints.symlink_to(big)
+    (tmp_path / "link").symlink_to(used.path)
+    folder = RunFolder(tmp_path / "link")
+    folder.check(resume=str(used.checkpoints / "5"))
+    folder.check(overwrite=True)
+    folder.start({}, keep=False)
+    assert used.checkpoints.is_symlink() and list(big.iterdir()) == []
+
+
+@pytest.mark.parametrize("part", ["checkpoints", "tensorboard", "adapter", "metrics", "loss_plot"])
+@pytest.mark.parametrize("kind", ["other kind", "dangling link"])
+def test_a_part_of_the_wrong_kind_is_refused_before_anything_is_removed(used, part, kind):
+    path = getattr(used, part)
+    path.rename(path.with_name("moved")) if path.exists() else None
+    if kind == "dangling link":
+        path.symlink_to("nowhere")
+    elif part in ("metrics", "loss_plot"):
+        path.mkdir()
+    else:
+        path.write_text("")
+    for settings in ({"overwrite": True}, {"resume": "auto"}):
+        with pytest.raises(UserError, match=path.name):
+            used.check(**settings)
 
 
 def test_a_resumed_start_keeps_everything(used):

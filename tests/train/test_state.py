@@ -1,6 +1,8 @@
 """Checkpoints: committed whole or not at all, restored in the same types, refused when they belong elsewhere."""
 
 import json
+import shutil
+import subprocess
 from functools import partial
 
 import jax
@@ -32,6 +34,15 @@ def fresh():
     trainable = nnx.state(Layer())
     placed = jax.device_put((trainable, OPTIMIZER.init(trainable)), replicated(make_mesh()))
     return TrainState(*placed, jax.random.key(3), 0, {})
+
+
+@pytest.fixture(scope="module")
+def saved_twice(tmp_path_factory):
+    """A folder with the checkpoints 1 and 2."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    for number in (1, 2):
+        CheckpointStore(folder).save(TrainState(**{**vars(fresh()), "step": number}), FINGERPRINT)
+    return folder
 
 
 @partial(jax.jit, donate_argnums=(0, 1))
@@ -99,6 +110,57 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, harm):
     assert file.name in complaints[0]
     with pytest.raises(UserError, match="damaged"):
         state.restore(store.path(2), fresh(), FINGERPRINT)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: None,
+        lambda manifest: [],
+        lambda manifest: {"files": []},
+        lambda manifest: {**manifest, "position": {"row": 1}},
+        lambda manifest: {**manifest, "step": "2"},
+        lambda manifest: {**manifest, "files": {"arrays": [0, 0, 0]}},
+        lambda manifest: {key: value for key, value in manifest.items() if key != "leaves"},
+        "copied",
+    ],
+)
+def test_a_manifest_that_save_did_not_write_there_is_passed_over_and_named(tmp_path, saved_twice, change):
+    shutil.copytree(saved_twice, tmp_path / "run")
+    store, name = CheckpointStore(tmp_path / "run"), "2"
+    if change == "copied":
+        name = "30"
+        shutil.copytree(store.path(2), store.path(30))
+        shutil.rmtree(store.path(2))
+    else:
+        file = store.path(2) / state.MANIFEST
+        file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    path, complaints = store.newest()
+    assert path == store.path(1)
+    assert len(complaints) == 1 and f"{tmp_path / 'run' / name}: checkpoint.json" in complaints[0]
+
+
+def test_folders_whose_names_are_no_step_are_left_alone(tmp_path, saved_twice):
+    shutil.copytree(saved_twice, tmp_path / "run")
+    for name in ("²", "٥", "007", "2.5", "-3"):
+        shutil.copytree(saved_twice / "2", tmp_path / "run" / name)
+    assert CheckpointStore(tmp_path / "run").steps() == [1, 2]
+
+
+def test_a_full_disk_is_an_os_error_with_the_path_and_leaves_the_older_ones(tmp_path):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", tmp_path], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        store = CheckpointStore(tmp_path / "checkpoints")
+        store.save(fresh(), FINGERPRINT)
+        noise = {"noise": jax.random.normal(jax.random.key(0), (300, 1000))}
+        with pytest.raises(OSError, match="No space left") as stopped:
+            store.save(TrainState(noise, OPTIMIZER.init(noise), jax.random.key(3), 7, {}), FINGERPRINT)
+        assert stopped.value.errno == 28 and "checkpoints" in str(stopped.value.filename)
+        assert store.newest() == (store.path(0), [])
+        assert [p.name for p in store.folder.iterdir()] == ["0"]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_other_settings_are_named(tmp_path):
