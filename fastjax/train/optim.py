@@ -90,12 +90,13 @@ def make_optimizer(
             raise UserError(f"{name}={beta} must be at least 0 and below 1")
     if max_grad_norm is not None and not max_grad_norm >= 0:
         raise UserError(f"max_grad_norm={max_grad_norm} must be 0 (no clipping) or more")
-    parts = [clip_by_global_norm(max_grad_norm)] if max_grad_norm else []
-    parts.append(_scale_by_adam_float32(adam_beta1, adam_beta2, adam_epsilon))
-    if weight_decay:
-        parts.append(optax.add_decayed_weights(weight_decay, decay_mask))
-    parts.append(optax.scale_by_learning_rate(schedule))
-    return optax.chain(*parts)
+    # What is turned off keeps its place: a saved state names its leaves by it.
+    return optax.chain(
+        clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity(),
+        _scale_by_adam_float32(adam_beta1, adam_beta2, adam_epsilon),
+        optax.add_decayed_weights(weight_decay, decay_mask) if weight_decay else optax.identity(),
+        optax.scale_by_learning_rate(schedule),
+    )
 
 
 def step_count(opt_state: Any) -> jax.Array:

@@ -101,3 +101,13 @@ def test_moments_are_float32_and_a_small_step_moves_float32_leaves_only_as_far_a
 def test_bad_settings_are_named(settings, words):
     with pytest.raises(UserError, match=words):
         make_optimizer(lambda step: 1e-3, **settings)
+
+
+@pytest.mark.parametrize("settings", [{"max_grad_norm": 0}, {"max_grad_norm": None}, {"weight_decay": 0.0}])
+def test_what_is_turned_off_does_not_move_the_leaves_of_the_state(settings):
+    def names(**settings):
+        state = make_optimizer(lambda step: 0.1, **settings).init({"a": jnp.ones(2)})
+        return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+
+    common = {"max_grad_norm": 1.0, "weight_decay": 0.1}
+    assert names(**{**common, **settings}) == names(**common)
