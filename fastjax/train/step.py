@@ -31,7 +31,8 @@ def make_train_step(
     key of a micro-batch follows from it, the optimiser step and the micro-batch's number.
 
     Metrics stay on the device: loss_sum float32, num_target_tokens and num_tokens int32, grad_norm float32 (before
-    clipping, of the trainable leaves), finite bool (false if the loss or a gradient is NaN or infinite).
+    clipping, of the trainable leaves), finite bool (false if the loss, a gradient or an updated leaf is NaN or
+    infinite).
     """
 
     def micro_loss(
@@ -68,9 +69,12 @@ def make_train_step(
         count = jnp.maximum(metrics["num_target_tokens"], 1)
         gradients = jax.tree.map(lambda g: g / count, gradients)
         grad_norm = optax.tree.norm(gradients)
-        metrics |= {"grad_norm": grad_norm, "finite": jnp.isfinite(metrics["loss_sum"]) & jnp.isfinite(grad_norm)}
         updates, opt_state = optimizer.update(gradients, opt_state, trainable)
-        return optax.apply_updates(trainable, updates), opt_state, metrics
+        updated = optax.apply_updates(trainable, updates)
+        finite = jnp.isfinite(metrics["loss_sum"]) & jnp.isfinite(grad_norm)
+        for leaf in jax.tree.leaves(updated):
+            finite &= jnp.all(jnp.isfinite(leaf))
+        return updated, opt_state, {**metrics, "grad_norm": grad_norm, "finite": finite}
 
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=replicated(mesh))
 

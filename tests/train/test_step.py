@@ -252,6 +252,13 @@ def test_a_nan_is_flagged(plain):
     assert not log["finite"]
 
 
+def test_an_update_that_overflows_is_flagged_by_its_own_step(plain):
+    model_parts = plain[0]
+    opt = optimizer(rate=3e38, decay=100.0)
+    _, _, (log,) = run(make_train_step(model_parts[0], opt, mesh=MESH), opt, model_parts, [batch(rows([9, 7]), 1)])
+    assert np.isfinite(log["loss_sum"]) and np.isfinite(log["grad_norm"]) and not log["finite"]
+
+
 def test_evaluation_does_not_depend_on_the_batch_size(plain):
     graphdef, trainable, frozen = plain[0]
     data = rows([2, 35, 10, 7, 20])
