@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,23 +15,6 @@ from fastjax.settings import check_all, setting
 if TYPE_CHECKING:
     from fastjax.models.checkpoint.checkpoint import Checkpoint
     from fastjax.models.decoder import CausalLM
-
-# What a folder may hold that --overwrite_output_dir replaces: the files of an exported model, and no others.
-_MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer*.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "additional_chat_templates",
-    "README.md",
-)
 
 
 @dataclasses.dataclass
@@ -111,25 +95,26 @@ def write_merged(
 
 def check_export_folder(folder: Path, overwrite: bool, sources: Sequence[str | None]) -> None:
     """Raises: UserError for a folder that must not be written: not empty, not an export, or one that is read from."""
+    from fastjax.models.checkpoint.files import check_folder, check_replaceable
+    from fastjax.models.checkpoint.save import is_saved_model
+
+    check_folder(folder, "output_dir")
+    check_replaceable(folder, "output_dir")
     for source in sources:
-        if source and Path(source).exists():
+        if source and os.path.exists(source):
             where = Path(source).resolve()
             if folder.resolve() == where or folder.resolve() in where.parents:
                 raise UserError(f"output_dir={str(folder)!r} holds {source}, which is read; choose another folder")
-    if folder.is_file():
-        raise UserError(f"output_dir={str(folder)!r} is a file; choose a folder")
-    if not folder.is_dir():
+    if not folder.is_dir() or not any(folder.iterdir()):
         return
-    entries = sorted(folder.iterdir())
-    if entries and not overwrite:
+    if not overwrite:
         raise UserError(
             f"output_dir={str(folder)!r} is not empty; choose another folder, or replace it with --overwrite_output_dir"
         )
-    foreign = [path.name for path in entries if not any(path.match(pattern) for pattern in _MODEL_FILES)]
-    if foreign:
+    if not is_saved_model(folder):
         raise UserError(
-            f"output_dir={str(folder)!r} holds {foreign[0]}, which no export has written; it is not replaced. "
-            "Choose another folder"
+            f"output_dir={str(folder)!r} holds {min(folder.iterdir()).name}, and no model that an export has written; "
+            "it is not replaced. Choose another folder"
         )
 
 

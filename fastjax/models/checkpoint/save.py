@@ -12,11 +12,14 @@ from flax import nnx
 from fastjax.errors import UserError
 from fastjax.models.checkpoint.files import replace_folder, write_json
 from fastjax.models.checkpoint.names import places
+from fastjax.models.checkpoint.safetensors_header import read_header
 from fastjax.models.checkpoint.safetensors_io import LazyTensor, write_safetensors
 from fastjax.models.checkpoint.tokenizer import save_tokenizer
 from fastjax.models.decoder import CausalLM
 
 _DTYPES = ("bfloat16", "float16", "float32")
+# In the weights' own metadata, since other programs carry the keys of a config.json over into what they write.
+_MARK = {"written_by": "fastjax"}
 
 
 def save_model(
@@ -40,7 +43,7 @@ def save_model(
       tokenizer: is saved with its chat template.
       generation_config: contents of generation_config.json, written unchanged even if transformers would refuse them.
       max_shard_bytes: weights above this size are split into files of at most that size, with an index.
-      overwrite: replace a folder that is not empty.
+      overwrite: replace the model in a folder that is not empty; other files stay, see `replace_folder`.
     Raises: UserError if the folder is not empty, the dtype is another one, or an adapter is attached.
     """
     dtype = jnp.dtype(model.embed_tokens.weight.dtype if dtype is None else dtype)
@@ -59,6 +62,15 @@ def save_model(
 
 
 def _tensors(model: CausalLM, dtype: Any) -> dict[str, LazyTensor]:
+def is_saved_model(folder: Path) -> bool:
+    """Whether the weights in `folder` are ones that `save_model` wrote."""
+    files = sorted(folder.glob("model*.safetensors"))
+    try:
+        return bool(files) and all(read_header(file).metadata.items() >= _MARK.items() for file in files)
+    except UserError:
+        return False
+
+
     leaves = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     adapters = [path for path in leaves if ".lora." in path]
     if adapters:
@@ -86,11 +98,11 @@ def _write_weights(folder: Path, tensors: Mapping[str, LazyTensor], max_shard_by
         filled += size
         total += size
     if len(shards) == 1:
-        write_safetensors(folder / "model.safetensors", shards[0])
+        write_safetensors(folder / "model.safetensors", shards[0], _MARK)
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / file, shard)
+        write_safetensors(folder / file, shard, _MARK)
         weight_map |= dict.fromkeys(shard, file)
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
