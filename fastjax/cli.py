@@ -40,6 +40,10 @@ _LATER = {
     "memory_budget_gib": "choose what is recomputed with --remat; full takes least memory",
 }
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+_BAD_PATH = (
+    errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.ENOENT, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY,
+    errno.EBUSY, errno.EXDEV, errno.ETXTBSY,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +119,8 @@ def parse(settings: type[T], argv: Sequence[str]) -> tuple[T, Options]:
 def as_known_error(error: BaseException) -> FastjaxError | None:
     """The error as one of fastjax.errors, or None if it is a fault of ours.
 
-    XLA's RESOURCE_EXHAUSTED becomes DeviceMemoryError with its remedies; a full or read-only disk becomes UserError.
+    XLA's RESOURCE_EXHAUSTED becomes DeviceMemoryError with its remedies; a full or read-only disk, and a path that the
+    system refuses, become UserError.
     """
     if isinstance(error, FastjaxError):
         return error
@@ -128,6 +133,8 @@ def as_known_error(error: BaseException) -> FastjaxError | None:
     if isinstance(error, OSError) and error.errno in _FULL_OR_READ_ONLY:
         where = f" {error.filename}" if error.filename else ""
         return UserError(f"cannot use{where}: {error.strerror}; free some space or choose a folder that can be written")
+    if isinstance(error, OSError) and error.errno in _BAD_PATH and error.filename:
+        return UserError(f"cannot use {error.filename}: {error.strerror}; give another path")
     return None
 
 
