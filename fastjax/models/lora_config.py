@@ -14,11 +14,14 @@ from flax import nnx
 from fastjax.errors import UserError
 from fastjax.models.decoder import CausalLM
 from fastjax.models.layers import Linear, Lora
+from fastjax.models.values import number, shown, whole
 
 ALL_LINEAR = "all-linear"
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 
 Path = tuple[str, ...]
+
+_MOST_ALPHA = 1e9  # far above any in use; keeps alpha / r finite in float32
 
 
 @dataclass(frozen=True)
@@ -73,16 +76,17 @@ class LoraConfig:
 
     def _check(self) -> None:
         for name, rank in {"r": self.r, **{f"rank_pattern[{k!r}]": v for k, v in self.rank_pattern.items()}}.items():
-            if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-                raise UserError(f"{name}={rank!r} must be a whole number of at least 1")
+            whole(rank, name)
         alphas = {"lora_alpha": self.lora_alpha, **{f"alpha_pattern[{k!r}]": v for k, v in self.alpha_pattern.items()}}
         for name, alpha in alphas.items():
-            if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-                raise UserError(f"{name}={alpha!r} must be a finite number")
+            number(alpha, name, -_MOST_ALPHA, _MOST_ALPHA)
         if isinstance(self.modules_to_save, str):
             raise UserError(f"modules_to_save={self.modules_to_save!r} must be a list of names")
-        if not 0 <= self.lora_dropout < 1:
-            raise UserError(f"lora_dropout={self.lora_dropout!r} must be at least 0 and below 1")
+        dropout = self.lora_dropout
+        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+            raise UserError(f"lora_dropout={shown(self.lora_dropout)} must be at least 0 and below 1")
+        for layer in self.layers_to_transform or ():  # type: ignore[union-attr]
+            whole(layer, "layers_to_transform", least=0)
         if self.bias != "none":
             raise UserError(f"bias={self.bias!r}: biases are not trained beside adapters; use bias='none'")
         if self.init_lora_weights not in (True, False, "gaussian"):
@@ -98,13 +102,16 @@ class LoraConfig:
             raise UserError(f"layers_pattern={self.layers_pattern!r} needs layers_to_transform")
         if not self.target_modules:
             raise UserError("target_modules is empty; list module names, or use 'all-linear'")
+        # Each as it will be matched: a group that is open, or flags, may be sound alone and not in there.
         named = (self.target_modules, self.exclude_modules)
-        expressions = [text for text in named if isinstance(text, str)]
-        for expression in (*expressions, *self.rank_pattern, *self.alpha_pattern):
+        expressions = {text: text for text in named if isinstance(text, str)}
+        expressions |= {key: _key_expression(key) for key in (*self.rank_pattern, *self.alpha_pattern)}
+        expressions |= {pattern: _layer_expression(pattern) for pattern in _listed(self.layers_pattern)}
+        for given, expression in expressions.items():
             try:
                 re.compile(expression)
-            except re.error as error:
-                raise UserError(f"{expression!r} is not a regular expression: {error}") from error
+            except (re.error, OverflowError, RecursionError) as error:
+                raise UserError(f"{shown(given)} is not a regular expression: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -242,11 +249,22 @@ def _layer_index(config: LoraConfig, name: str) -> int | None:
     layers, patterns = config.layers_to_transform, config.layers_pattern
     assert isinstance(layers, tuple)
     if not patterns:
-        found = re.match(r".*?\.[^.]*\.(\d+)\.", name)
+        found = re.match(r".*?\.[^.]*\.(?P<layer>\d+)\.", name)
     else:
-        patterns = (patterns,) if isinstance(patterns, str) else patterns
-        found = next((m for p in patterns if (m := re.match(rf"(?:^|.*?\.){p}\.(\d+)\.", name))), None)
-    return int(found.group(1)) if found and int(found.group(1)) in layers else None
+        found = next((m for p in _listed(patterns) if (m := re.match(_layer_expression(p), name))), None)
+    return int(found["layer"]) if found and int(found["layer"]) in layers else None
+
+
+def _layer_expression(pattern: str) -> str:
+    return rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\."
+
+
+def _key_expression(key: str) -> str:
+    return rf"(.*\.)?({key})$"
+
+
+def _listed(names: Sequence[str] | str | None) -> Sequence[str]:
+    return (names,) if isinstance(names, str) else names or ()
 
 
 def _ends(name: str, tail: str) -> bool:
@@ -254,7 +272,7 @@ def _ends(name: str, tail: str) -> bool:
 
 
 def _pattern_key(keys: Mapping[str, Any], name: str) -> str | None:
-    return next((key for key in keys if re.match(rf"(.*\.)?({key})$", name)), None)
+    return next((key for key in keys if re.match(_key_expression(key), name)), None)
 
 
 def _target(config: LoraConfig, name: str, place: _Place) -> Target:
@@ -287,7 +305,7 @@ def _check_patterns(config: LoraConfig, targets: Sequence[Target], places: Mappi
             raise UserError(f"layers_to_transform has {layer}; the model's layers are 0 to {num_layers - 1}")
     for setting, pattern in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
         for key in pattern:
-            if not any(re.match(rf"(.*\.)?({key})$", target.name) for target in targets):
+            if not any(re.match(_key_expression(key), target.name) for target in targets):
                 chosen = _summary(target.name for target in targets)
                 raise UserError(f"{setting}: {key!r} matches none of the adapted modules; they are {chosen}")
 

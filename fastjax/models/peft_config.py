@@ -6,6 +6,7 @@ from typing import Any
 
 from fastjax.errors import UserError
 from fastjax.models.lora_config import LoraConfig
+from fastjax.models.values import shown
 
 # Keys that mean the same here and there.
 _SHARED = (
@@ -39,29 +40,34 @@ def config_from_peft(values: Mapping[str, Any], path: Path) -> LoraConfig:
     """
     peft_type = values.get("peft_type")
     if peft_type != "LORA":
-        raise UserError(f"{path}: peft_type={peft_type!r} is not supported; adapters of peft_type 'LORA' are")
+        raise UserError(f"{path}: peft_type={shown(peft_type)} is not supported; adapters of peft_type 'LORA' are")
     if values.get("task_type") not in _TASKS:
-        raise UserError(f"{path}: task_type={values['task_type']!r} is not supported; CAUSAL_LM adapters are")
+        raise UserError(f"{path}: task_type={shown(values['task_type'])} is not supported; CAUSAL_LM adapters are")
     for key, value in values.items():
         if key not in _SHARED and key not in _NEUTRAL and value:
             raise UserError(
-                f"{path}: {key}={value!r} is not supported, and the adapter would compute something else without it; "
-                "merge it with PEFT"
+                f"{path}: {key}={shown(value)} is not supported, and the adapter would compute something else without "
+                "it; merge it with PEFT"
             )
     if values.get("init_lora_weights") not in _HARMLESS_INIT:
         raise UserError(
-            f"{path}: init_lora_weights={values['init_lora_weights']!r} changed the base model's weights; save the "
-            "adapter as plain LoRA with PEFT (path_initial_model_for_weight_conversion), or merge it there"
+            f"{path}: init_lora_weights={shown(values['init_lora_weights'])} changed the base model's weights; save "
+            "the adapter as plain LoRA with PEFT (path_initial_model_for_weight_conversion), or merge it there"
         )
     if not values.get("target_modules"):
         raise UserError(f"{path}: target_modules={values.get('target_modules')!r} names no module")
+    for key in ("r", "lora_alpha", "lora_dropout", "bias"):
+        if key in values and values[key] is None:
+            raise UserError(f"{path}: {key}=None has no meaning; write its value, or remove the key for PEFT's default")
     known = {key: values[key] for key in _SHARED if values.get(key) is not None}
     for key, kinds in (("target_modules", (str, list)), ("modules_to_save", (list,)), ("rank_pattern", (dict,)),
                        ("alpha_pattern", (dict,)), ("layers_to_transform", (int, list)), ("use_rslora", (bool,)),
                        ("lora_dropout", (int, float)), ("ensure_weight_tying", (bool,)),
-                       ("layers_pattern", (str, list)), ("exclude_modules", (str, list))):  # fmt: skip
-        if key in known and not isinstance(known[key], kinds):
-            raise UserError(f"{path}: {key}={known[key]!r} is not {' or '.join(kind.__name__ for kind in kinds)}")
+                       ("layers_pattern", (str, list)), ("exclude_modules", (str, list)),
+                       ("bias", (str,))):  # fmt: skip
+        # bool is an int to Python, and true is no number.
+        if key in known and (not isinstance(known[key], kinds) or (isinstance(known[key], bool) != (bool in kinds))):
+            raise UserError(f"{path}: {key}={shown(known[key])} is not {' or '.join(kind.__name__ for kind in kinds)}")
     try:
         return LoraConfig(**known)
     except UserError as error:

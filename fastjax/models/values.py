@@ -23,7 +23,8 @@ def number(value: Any, name: str, least: float, most: float, *, above: bool = Fa
     sound = not isinstance(value, bool) and isinstance(value, int | float) and least <= value <= most
     if not sound or (above and value == least):
         raise UserError(
-            f"{name}={shown(value)} must be a number {'above' if above else 'of at least'} {least} and at most {most}"
+            f"{name}={shown(value)} must be a finite number {'above' if above else 'of at least'} {least} and at most "
+            f"{most}"
         )
     return float(value)
 

@@ -1,5 +1,6 @@
 """Adapter folders: forms that are on people's disks, and those that are refused."""
 
+import contextlib
 import copy
 import json
 import os
@@ -13,11 +14,17 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fastjax.errors import UserError
+from fastjax.models import peft_config
+from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import CausalLM
 from fastjax.models.lora import LoraConfig, adapted_modules, apply_lora, has_adapter
+from fastjax.models.lora_config import plan_adapter
+from fastjax.models.peft_config import config_from_peft
 from fastjax.models.peft_io import load_adapter, save_adapter
 
 PREFIX = "base_model.model.model.layers"
@@ -186,6 +193,16 @@ def test_config_that_is_not_the_models_is_refused_on_save(model, tmp_path):
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4.*changed the base model's weights"),
         ({"target_modules": None}, "target_modules=None names no module"),
         ({"rank_pattern": [1]}, r"rank_pattern=\[1\] is not dict"),
+        ({"r": None}, "adapter_config.json: r=None has no meaning"),
+        ({"lora_alpha": None}, "adapter_config.json: lora_alpha=None has no meaning"),
+        ({"lora_alpha": 10**400}, "adapter_config.json: lora_alpha=1000.* must be a finite number"),
+        ({"lora_dropout": True}, "lora_dropout=True is not int or float"),
+        ({"bias": 1}, "bias=1 is not str"),
+        ({"layers_to_transform": [0], "layers_pattern": "("}, r"adapter_config.json: '\(' is not a regular expression"),
+        ({"layers_to_transform": [0], "layers_pattern": ["layers", "("]}, r"'\(' is not a regular expression"),
+        ({"layers_to_transform": ["x"]}, "layers_to_transform='x' must be a whole number"),
+        ({"rank_pattern": {"(?i)q": 4}}, r"'\(\?i\)q' is not a regular expression"),
+        ({"rank_pattern": {"a{99999999999}": 4}}, "is not a regular expression"),
         ({"r": 8}, r"q_proj.lora_A.weight has shape \[4, 32\], expected \[8, 32\] \(rank 8"),
         ({"target_modules": ["v_proj"]}, "lora_A.weight.*and 1 more match nothing that adapter_config.json calls for"),
         ({"target_modules": ["q_proj", "v_proj"]}, "v_proj has no tensors, and adapter_config.json calls for"),
@@ -250,3 +267,21 @@ def test_folder_without_adapter_or_with_a_broken_one_is_refused(folder, model, t
     (folder / "adapter_config.json").write_text("{")
     with pytest.raises(UserError, match="is not JSON"):
         load_adapter(model, folder)
+
+
+TINY = {
+    "model_type": "llama", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}  # fmt: skip
+ABSTRACT = CausalLM.abstract(ModelConfig.from_hf(TINY))
+EDGES = [True, False, 0, 1, -1, 0.5, 2.0, 10**400, "", "x", "(", "(a)", [], {}, ["q_proj"], {"q_proj": 4}, "layers"]
+VALUES = st.sampled_from(EDGES) | st.none() | st.floats() | st.integers() | st.text(max_size=4)
+JSON = VALUES | st.lists(VALUES, max_size=3) | st.dictionaries(st.text(max_size=4), VALUES, max_size=3)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.dictionaries(st.sampled_from(sorted(peft_config._SHARED + tuple(peft_config._NEUTRAL))), JSON, max_size=4))
+def test_any_json_value_under_any_key_of_an_adapter_is_read_or_refused(changes):
+    values = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "up_proj"], **changes}
+    with contextlib.suppress(UserError):
+        plan_adapter(config_from_peft(values, Path("adapter_config.json")), ABSTRACT, strict=False)
