@@ -39,14 +39,15 @@ def save_model(
     Args:
       model: without adapters; merge them first.
       folder: is made, together with its parents.
-      dtype: of the written weights: bfloat16, float16 or float32; None means that of the model's embedding.
+      dtype: of the written weights: bfloat16, float16 or float32; None means the one the model computes in
+        (`model.dtype`): weights trained in full are float32 in memory, and their float32 is the optimiser's.
       tokenizer: is saved with its chat template.
       generation_config: contents of generation_config.json, written unchanged even if transformers would refuse them.
       max_shard_bytes: weights above this size are split into files of at most that size, with an index.
       overwrite: replace the model in a folder that is not empty; other files stay, see `replace_folder`.
     Raises: UserError if the folder is not empty, the dtype is another one, or an adapter is attached.
     """
-    dtype = jnp.dtype(model.embed_tokens.weight.dtype if dtype is None else dtype)
+    dtype = jnp.dtype(model.dtype if dtype is None else dtype)
     if dtype.name not in _DTYPES:
         raise UserError(f"dtype={dtype.name} for a saved model; it must be one of {', '.join(_DTYPES)}")
     tensors = _tensors(model, dtype)
@@ -61,7 +62,6 @@ def save_model(
         _write_weights(target, tensors, max_shard_bytes)
 
 
-def _tensors(model: CausalLM, dtype: Any) -> dict[str, LazyTensor]:
 def is_saved_model(folder: Path) -> bool:
     """Whether the weights in `folder` are ones that `save_model` wrote."""
     files = sorted(folder.glob("model*.safetensors"))
@@ -71,6 +71,7 @@ def is_saved_model(folder: Path) -> bool:
         return False
 
 
+def _tensors(model: CausalLM, dtype: Any) -> dict[str, LazyTensor]:
     leaves = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     adapters = [path for path in leaves if ".lora." in path]
     if adapters:

@@ -20,6 +20,8 @@ from fastjax.models.checkpoint.load import load_model
 from fastjax.models.checkpoint.safetensors_io import read_safetensors, write_safetensors
 from fastjax.models.checkpoint.save import save_model
 from fastjax.models.checkpoint.source import open_checkpoint
+from fastjax.models.config import ModelConfig
+from fastjax.models.decoder import CausalLM
 
 IDS = np.random.default_rng(0).integers(0, 99, (2, 40))
 
@@ -121,6 +123,19 @@ def test_biases_and_explicit_head_size_survive_the_way_in_and_out(tiny_hf: Calla
     assert np.abs(logits(model) - logits_of_torch(hf_model)).max() < 1e-4
     save_model(model, tmp_path / "out")
     assert np.array_equal(logits_of_torch(load_hf(tmp_path / "out")), logits_of_torch(hf_model))
+
+
+def test_a_bfloat16_model_with_float32_weights_is_written_in_bfloat16_unless_told_otherwise(
+    hf_folder: Path, tmp_path: Path
+) -> None:
+    config = ModelConfig.from_hf(json.loads((hf_folder / "config.json").read_text()))
+    model = CausalLM(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, param_dtype=jnp.float32)  # as training in full does
+    for dtype, written in ((None, "bfloat16"), (jnp.float32, "float32")):
+        save_model(model, tmp_path / written, dtype=dtype)
+        assert {array.dtype.name for array in read_safetensors(tmp_path / written / "model.safetensors").values()} == {
+            written
+        }
+        assert json.loads((tmp_path / written / "config.json").read_text())["dtype"] == written
 
 
 def test_mistral_keeps_its_window_and_model_type(tiny_hf: Callable, tmp_path: Path) -> None:
