@@ -11,7 +11,7 @@ mixed data set that way; for the same reason null entries inside messages and to
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +115,43 @@ def normalise(row: Any, place: str, form: str) -> NormalRow:
       row: a mapping with the keys of `form`.
       place: file and line, for messages.
       form: a name in FORMS.
-    Raises: UserError for missing keys, unknown roles, wrong types and null content, naming `place`.
+    Raises: UserError for missing keys, unknown roles, wrong types, null content, and text that no tokenizer can read
+      (a lone half of a surrogate pair), naming `place`.
     """
+    try:
+        normal = _normalise(row, place, form)
+        _check_text(vars(normal).values(), place)
+    except RecursionError:
+        raise UserError(f"{place}: nested too deeply; a row has a few levels") from None
+    return normal
+
+
+def check_characters(text: str, place: str) -> None:
+    """Raises: UserError if the text holds a lone half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise UserError(
+            f"{place}: {half} at character {error.start} is half of a surrogate pair and no character; "
+            "remove it, or write the character whole"
+        ) from None
+
+
+def _check_text(values: Iterable[Any], place: str) -> None:
+    for value in values:
+        if isinstance(value, str):
+            check_characters(value, place)
+        elif isinstance(value, Mapping):
+            _check_text(value, place)
+            _check_text(value.values(), place)
+        elif isinstance(value, list | tuple):
+            _check_text(value, place)
+
+
+def _normalise(row: Any, place: str, form: str) -> NormalRow:
     if not isinstance(row, Mapping):
         raise UserError(f"{place}: a row is {_kind(row)}; every row is an object with named fields")
     missing = [key for key in FORMS[form] if row.get(key) is None]
@@ -258,7 +293,7 @@ def _parsed(value: Any, key: str, place: str) -> Any:
         return None
     try:
         return json.loads(value)
-    except ValueError as error:
+    except ValueError as error:  # RecursionError is normalise's
         raise UserError(f"{place}: {key} is a string that is not JSON ({error}); it must be a list") from None
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastjax.errors import UserError
-from fastjax.train.data.rows import ChatRow, Message
+from fastjax.train.data.rows import ChatRow, Message, check_characters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,12 +69,15 @@ def render(
             f"{place}: the chat template tried something unsafe and was stopped ({error}); "
             "do not trust this model's files"
         ) from None
-    except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+    except (
+        jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError,
+    ) as error:  # fmt: skip
         roles = " ".join(str(message["role"]) for message in messages)
         raise UserError(
             f"{place}: the chat template refuses this conversation ({_first_line(error)}); its roles are: {roles}"
         ) from None
     assert isinstance(text, str)
+    check_characters(text, f"{place}: the text that the chat template wrote")
     return text
 
 

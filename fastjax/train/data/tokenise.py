@@ -23,6 +23,7 @@ from fastjax.train.data.rows import (
     TextRow,
     alpaca_as_chat,
     alpaca_as_pair,
+    check_characters,
     normalise,
 )
 from fastjax.train.data.template import Span, has_chat_template, render_chat, render_prompt
@@ -113,20 +114,26 @@ def prompt_ids(
     Args:
       prompt: with `chat` messages, or a string taken as one user message; without it the text to continue.
       chat: whether the chat template is applied, with its generation prompt.
-      tools: JSON schemas for the template.
-    Raises: UserError for malformed messages, a missing template, or one that refuses the conversation.
+      tools: JSON schemas for the template, or the JSON text of their list.
+    Raises: UserError for malformed messages or tools, text that is not Unicode, a missing template, or one that refuses
+      the conversation.
     """
     encoder = encoder_of(tokenizer, len(tokenizer))
     if not chat:
         if not isinstance(prompt, str):
             raise UserError("the prompt is a message list; a raw prompt is a string, messages need --chat")
+        check_characters(prompt, "the prompt")
         ids = encoder.encode(prompt).ids.tolist()
         return ids if ids[:1] == encoder.bos_prefix else encoder.bos_prefix + ids
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    row = normalise({"messages": messages, "tools": tools and list(tools)}, "prompt", "messages")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _as_list(prompt)
+    row = normalise({"messages": messages, "tools": _as_list(tools)}, "the prompt", "messages")
     assert isinstance(row, ChatRow)
-    rendered = render_prompt(tokenizer, row, "prompt")
+    rendered = render_prompt(tokenizer, row, "the prompt")
     return encoder.encode_batch([rendered.text], [rendered.cuts])[0].ids.tolist()
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value  # what is no list is normalise's to refuse
 
 
 @functools.lru_cache(maxsize=2)

@@ -248,3 +248,26 @@ def test_malformed_prompts_are_refused(chatml):
         prompt_ids(chatml, [{"role": "user", "content": "a"}], chat=False)
     with pytest.raises(UserError, match=r"prompt: messages\[0\]: role 'wizard'"):
         prompt_ids(chatml, [{"role": "wizard", "content": "a"}], chat=True)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_prompt_with_half_a_surrogate_pair_is_refused(chatml, chat):
+    with pytest.raises(UserError, match="the prompt.*half of a surrogate pair"):
+        prompt_ids(chatml, "a\ud83d", chat=chat)
+
+
+def test_half_a_surrogate_pair_in_a_template_is_refused(make_chatml):
+    with pytest.raises(UserError, match="chat template wrote.*half of a surrogate pair"):
+        prompt_ids(make_chatml("{{ '\ud83d' }}"), "a", chat=True)
+
+
+@pytest.mark.parametrize("tools", [5, True, {"name": "f"}, "5", [5], "x"])
+def test_tools_of_a_prompt_that_are_no_list_of_schemas_are_refused(chatml, tools):
+    with pytest.raises(UserError, match="tools is .*must be a list"):
+        prompt_ids(chatml, "a", chat=True, tools=tools)
+
+
+@pytest.mark.parametrize("prompt", [5, {"role": "user", "content": "a"}, None, []])
+def test_a_chat_prompt_that_is_no_list_of_messages_is_refused(chatml, prompt):
+    with pytest.raises(UserError, match="the prompt"):
+        prompt_ids(chatml, prompt, chat=True)

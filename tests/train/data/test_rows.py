@@ -145,3 +145,32 @@ def test_message_flags_keep_an_answer_as_context():
 def test_bad_rows_are_refused_by_place_and_reason(row, words):
     with pytest.raises(UserError, match=words):
         normal(row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "a\ud83d"},
+        {"prompt": "a", "completion": "\udc00"},
+        {"instruction": "a", "input": "\ud83d", "output": "b"},
+        {"messages": [{"role": "user", "content": "\ud83d\ude00"}]},
+        {"messages": [{"role": "user", "content": "a", "name": "\ud83d"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}]},
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": {"\ud83d": 1}}]},
+        {"conversations": [{"from": "human", "value": "\ud83d"}]},
+    ],
+)
+def test_half_a_surrogate_pair_is_a_bad_row_that_names_its_place(row):
+    with pytest.raises(UserError, match=r"^f:3: .*half of a surrogate pair"):
+        normalise(row, "f:3", recognise(row, "f:3"))
+
+
+def test_a_row_that_is_nested_beyond_all_sense_is_a_bad_row():
+    deep = value = {}
+    for _ in range(5000):
+        value["a"] = value = {}
+    row = {"messages": [{"role": "user", "content": "a", "tool_calls": [deep]}]}
+    with pytest.raises(UserError, match="f:3: nested too deeply"):
+        normalise(row, "f:3", "messages")
+    with pytest.raises(UserError, match="f:3: nested too deeply"):
+        normalise({"messages": "[" * 200_000}, "f:3", "messages")
