@@ -185,11 +185,18 @@ def _read_yaml(settings: type, file: str | bool) -> dict[str, Any]:
         return loader.construct_mapping(node, deep=True)
 
     UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    if "\0" in str(file):
+        raise UserError(f"--config {str(file)!r} has a NUL character, which no path has; give the path of a YAML file")
     try:
         content = yaml.load(Path(str(file)).read_text(encoding="utf-8"), Loader=UniqueKeys)  # noqa: S506
     except OSError as error:
         raise UserError(f"--config {file}: {error.strerror or error}; give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UserError:
+        raise
+    except RecursionError:
+        raise UserError(f"--config {file} is nested too deeply; write one `name: value` a line") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        # Beside its own errors, PyYAML lets out those of int() and date(): a 13th month, thousands of digits.
         raise UserError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}
@@ -206,6 +213,8 @@ def _read_yaml(settings: type, file: str | bool) -> dict[str, Any]:
                 continue
             _refuse_later(name, f"{file}: {key}")
             raise UserError(f"{file}: unknown key {key!r}{nearest(name, hints)}\nAll keys: the flags of --help")
+        if isinstance(value, str) and "\0" in value:
+            raise UserError(f"{file}: {name}={value!r} has a NUL character, which no path and no text has")
         try:
             if isinstance(value, str) and is_none(hints[name], value):
                 value = None
