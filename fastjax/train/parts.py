@@ -10,6 +10,7 @@ from fastjax.models.checkpoint.checkpoint import Checkpoint
 from fastjax.models.checkpoint.source import open_checkpoint
 from fastjax.models.checkpoint.tokenizer import load_tokenizer
 from fastjax.models.config import ModelConfig
+from fastjax.models.values import token_ids
 from fastjax.train.config import LORA_SETTINGS, RowConfig, TrainConfig, default_of
 
 if TYPE_CHECKING:
@@ -152,15 +153,15 @@ def base_of_adapter(adapter: str) -> str:
 
 
 def eos_token_ids(base: Base) -> tuple[int, ...]:
-    """Every token that ends an answer: those of generation_config, of config.json, and the tokenizer's."""
-    found: list[int] = []
-    for value in (
-        (base.checkpoint.generation_config or {}).get("eos_token_id"),
-        base.checkpoint.config.get("eos_token_id"),
-        base.tokenizer.eos_token_id,
-    ):
-        found += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(found))
+    """Every token that ends an answer: those of generation_config, of config.json, and the tokenizer's.
+
+    Raises: UserError for one in generation_config that is no id of the vocabulary.
+    """
+    stated = (base.checkpoint.generation_config or {}).get("eos_token_id")
+    # A GGUF file makes its own generation_config, which open_checkpoint has not compared with the vocabulary.
+    found = token_ids(stated, f"{base.checkpoint.name}: eos_token_id", base.config.vocab_size)
+    own = base.tokenizer.eos_token_id
+    return tuple(dict.fromkeys((*found, *base.config.eos_token_id, *(() if own is None else (own,)))))
 
 
 def answer(model: "CausalLM", base: Base, prompts: list[Any], **sampling: Any) -> list[str]:
