@@ -168,6 +168,8 @@ def _decode_value(text: str, position: int, path: Path, lines: _LineCounter) -> 
         raise UserError(f"{path}:{lines.at(error.pos)}: broken JSON ({error.msg}, column {error.colno})") from None
     except RecursionError:
         raise UserError(f"{path}:{lines.at(position)}: broken JSON (nested too deeply)") from None
+    except ValueError as error:  # Python reads no whole number of thousands of digits
+        raise UserError(f"{path}:{lines.at(position)}: unreadable JSON ({error})") from None
 
 
 def _skip_space(text: str, position: int) -> int:
