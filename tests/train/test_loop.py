@@ -216,12 +216,12 @@ def test_a_finished_run_says_so_and_changes_nothing(whole, tmp_path):
 
     folder, run, _, _ = whole
     shutil.copytree(folder, tmp_path / "run")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     said = []
     again = trainer(tmp_path / "run", EVAL_ROWS, resume="auto", num_train_epochs=3, say=said.append)
     result = again.train()
     assert said == ["already at step 6 of 6; raise --max_steps or --num_train_epochs to go on"]
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     assert (result.first_step, result.step, result.training_loss) == (6, 6, None)
     # The model in hand is the trained one.
     for ours, theirs in zip(adapter(again), adapter(run), strict=True):
