@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import struct
 from typing import Any, Literal
 
 from fastjax.errors import UserError
@@ -9,6 +10,12 @@ from fastjax.settings import check_all, setting
 
 _FOUR_BIT = "4-bit bases come in a later release; use method=lora, which trains over a 16-bit base"
 _FLOAT16 = "there is no loss scaling here, so float16 gradients underflow, and every supported card has bfloat16"
+
+
+# Steps and positions are int32 on the device; more rows than this a device is a slip of the hand.
+_INT32 = 2**31
+_MANY_ROWS = 2**20 + 1
+_FLOAT32_MAX, _FLOAT32_TINY = (2 - 2**-23) * 2.0**127, 2.0**-126
 
 
 @dataclasses.dataclass
@@ -22,14 +29,16 @@ class RowConfig:
     data_format: Literal["auto", "messages", "conversations", "prompt", "alpaca", "text"] = setting(
         "auto", "form of the rows; auto recognises it by their keys"
     )
-    max_seq_length: int = setting(2048, "longest row, in tokens", minimum=2)
+    max_seq_length: int = setting(2048, "longest row, in tokens", minimum=2, below=_INT32)
     train_on: Literal["responses", "all"] = setting("responses", "which tokens are targets")
     long_rows: Literal["truncate", "drop", "error"] = setting(
         "truncate",
         "what happens to rows above max_seq_length",
         later={"split": "use long_rows=truncate, drop or error"},
     )
-    per_device_eval_batch_size: int = setting(8, "rows per data-parallel rank in evaluation", minimum=1)
+    per_device_eval_batch_size: int = setting(
+        8, "rows per data-parallel rank in evaluation", minimum=1, below=_MANY_ROWS
+    )
     dtype: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "dtype of the frozen weights and the activations", later={"float16": f"{_FLOAT16}; use bfloat16"}
     )
@@ -82,7 +91,7 @@ class TrainConfig(RowConfig):
     method: Literal["lora", "full"] = setting(
         "lora", "train low-rank adapters, or every weight", later={"qlora": _FOUR_BIT}
     )
-    lora_r: int = setting(16, "rank of the adapters", minimum=1)
+    lora_r: int = setting(16, "rank of the adapters", minimum=1, below=_INT32)
     lora_alpha: float = setting(16.0, "adapter scale is lora_alpha / lora_r", above=0)
     lora_dropout: float = setting(0.0, "dropout on the adapters' input", minimum=0, below=1)
     target_modules: str | tuple[str, ...] = setting(
@@ -97,16 +106,18 @@ class TrainConfig(RowConfig):
     eval_data: str | None = setting(None, "rows to evaluate on, given as data is")
     eval_steps: int | None = setting(None, "evaluate every N optimiser steps (at the end in any case)", minimum=1)
 
-    per_device_train_batch_size: int = setting(2, "rows per data-parallel rank and micro-batch", minimum=1)
-    gradient_accumulation_steps: int = setting(4, "micro-batches per optimiser step", minimum=1)
-    num_train_epochs: float = setting(1.0, "passes over the data", above=0)
-    max_steps: int | None = setting(None, "optimiser steps; overrides num_train_epochs", minimum=1)
+    per_device_train_batch_size: int = setting(
+        2, "rows per data-parallel rank and micro-batch", minimum=1, below=_MANY_ROWS
+    )
+    gradient_accumulation_steps: int = setting(4, "micro-batches per optimiser step", minimum=1, below=_MANY_ROWS)
+    num_train_epochs: float = setting(1.0, "passes over the data", above=0, below=_INT32)
+    max_steps: int | None = setting(None, "optimiser steps; overrides num_train_epochs", minimum=1, below=_INT32)
 
     learning_rate: float = setting(2e-4, "peak learning rate", minimum=0)
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = setting(
         "linear", "shape of the learning rate after warm-up"
     )
-    warmup_steps: int = setting(0, "steps in which the learning rate rises from 0", minimum=0)
+    warmup_steps: int = setting(0, "steps in which the learning rate rises from 0", minimum=0, below=_INT32)
     warmup_ratio: float = setting(0.0, "the same as a part of all steps", minimum=0, below=1)
     weight_decay: float = setting(0.01, "AdamW's decoupled weight decay", minimum=0)
     max_grad_norm: float = setting(1.0, "clip the global gradient norm to this; 0 turns clipping off", minimum=0)
@@ -116,7 +127,7 @@ class TrainConfig(RowConfig):
     adam_beta1: float = setting(0.9, "AdamW's first decay rate", minimum=0, below=1)
     adam_beta2: float = setting(0.999, "AdamW's second decay rate", minimum=0, below=1)
     adam_epsilon: float = setting(1e-8, "AdamW's epsilon", above=0)
-    seed: int = setting(3407, "seed of adapters, order of rows, and dropout", minimum=0)
+    seed: int = setting(3407, "seed of adapters, order of rows, and dropout", minimum=0, below=2**32)
 
     remat: Literal["none", "full", "attention", "no_matmul"] = setting(
         "full",
@@ -136,6 +147,7 @@ class TrainConfig(RowConfig):
         super().validate()
         self._require("output_dir", "the folder of the run")
         self._validate_schedule()
+        self._validate_float32()
         self._validate_lora()
         if self.eval_steps is not None and self.eval_data is None:
             raise UserError(f"eval_steps={self.eval_steps} without eval_data; name the rows with eval_data")
@@ -155,6 +167,17 @@ class TrainConfig(RowConfig):
             raise UserError(
                 f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} both set the warm-up; give one"
             )
+
+    def _validate_float32(self) -> None:
+        """The step computes in float32, where a number may overflow, or round to one that divides by 0."""
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "lora_alpha"):
+            if getattr(self, name) > _FLOAT32_MAX:
+                raise UserError(f"{name}={getattr(self, name)} is too large for float32; make it smaller")
+        for name in ("adam_beta1", "adam_beta2"):
+            if struct.unpack("f", struct.pack("f", getattr(self, name)))[0] == 1:
+                raise UserError(f"{name}={getattr(self, name)} is 1 in float32, and must be below; make it smaller")
+        if not _FLOAT32_TINY <= self.adam_epsilon <= _FLOAT32_MAX:
+            raise UserError(f"adam_epsilon={self.adam_epsilon} is 0 or infinite in float32; give one such as 1e-8")
 
     def _validate_lora(self) -> None:
         if self.method == "full":

@@ -23,11 +23,16 @@ def total_optimizer_steps(steps_per_epoch: int, num_train_epochs: float = 1.0, m
     Args:
       steps_per_epoch: optimiser steps of one epoch, the short last window counted as one.
       num_train_epochs: may be fractional; the last part of an epoch is rounded up, as in transformers.
-    Raises: UserError if nothing would be trained.
+    Raises: UserError if nothing would be trained, or more steps than int32 counts.
     """
     if max_steps is not None and max_steps > 0:
         return max_steps
     total = math.ceil(num_train_epochs * steps_per_epoch)
+    if total >= 2**31:
+        raise UserError(
+            f"num_train_epochs={num_train_epochs} over {steps_per_epoch} steps an epoch gives {total} optimiser steps, "
+            f"and at most {2**31 - 1} can be counted; make num_train_epochs smaller, or set max_steps"
+        )
     if total < 1:
         raise UserError(
             f"num_train_epochs={num_train_epochs} over {steps_per_epoch} steps an epoch gives no optimiser step; "
