@@ -71,7 +71,7 @@ def test_a_model_whose_weights_are_damaged(refused, copy_of_model):
     [
         ({"model_type": "gpt2"}, ["model_type", "gpt2"]),
         ({"qk_layernorm": True}, ["qk_layernorm"]),
-        ({"num_hidden_layers": 3}, ["model.layers.2"]),
+        ({"num_hidden_layers": 3}, ["model.safetensors holds 2 layers", "num_hidden_layers=3"]),
     ],
 )
 def test_a_model_that_is_not_supported_or_does_not_fit_its_config(refused, copy_of_model, changes, words):
@@ -107,7 +107,8 @@ def test_chat_rows_without_a_chat_template(refused, copy_of_model):
 
 
 def test_token_ids_beyond_the_vocabulary(refused, copy_of_model):
-    refused(["token id 25", "vocabulary of 200"], model=copy_of_model(config={"vocab_size": 200}))
+    words = ["generation_config.json: eos_token_id", "must be a token id, a whole number from 0 to 199"]
+    refused(words, model=copy_of_model(config={"vocab_size": 200}))
 
 
 @pytest.mark.parametrize(
