@@ -30,6 +30,7 @@ def load_dataset(
     long_rows: str = "truncate",
     vocab_size: int | None = None,
     data_format: str | None = None,
+    text_parts: tuple[str, str] | None = None,
 ) -> TokenisedDataset:
     """The source's rows, tokenised, with their targets marked and every row accounted for in `.report`.
 
@@ -37,17 +38,19 @@ def load_dataset(
       source: file, folder, hub id, or rows in memory (see `read_rows`).
       tokenizer: a fast tokenizer; its chat template is used for chats, and for Alpaca rows if it has one.
       max_seq_length: tokens a row may have.
-      train_on: "responses" masks everything but the answers, "all" masks nothing. Text rows are learned whole.
+      train_on: "responses" masks everything but the answers, "all" masks nothing. Text rows are learned whole, unless
+        `text_parts` tells where their answers are.
       long_rows: what happens to a longer row: "truncate" cuts its end off, "drop" leaves it out, "error" stops.
       vocab_size: the model's; ids at or above it are refused. None does not check.
       data_format: a name in FORMS for all rows; None recognises each row by its keys.
+      text_parts: what stands before a user's turn and before an answer in text rows, for train_on="responses".
     Raises: UserError for bad options, unreadable sources, bad rows (the first three named, with their number), ids
       beyond the vocabulary, and for data in which no row is usable.
     """
     _check_options(max_seq_length, train_on, long_rows, data_format)
     encoder = encoder_of(tokenizer, len(tokenizer))
     report = DataReport(describe_source(source))
-    collector = _Collector(report, encoder, max_seq_length, long_rows, vocab_size)
+    collector = _Collector(report, encoder, max_seq_length, long_rows, vocab_size, text_parts)
     for placed in _chunks(read_rows(source)):
         texts = [found for row in placed if (found := collector.text(tokenizer, row, train_on, data_format))]
         collector.add(texts)
@@ -77,11 +80,18 @@ class _Collector:
     """The rows kept so far, and the errors of those that cannot be used."""
 
     def __init__(
-        self, report: DataReport, encoder: Encoder, max_seq_length: int, long_rows: str, vocab_size: int | None
+        self,
+        report: DataReport,
+        encoder: Encoder,
+        max_seq_length: int,
+        long_rows: str,
+        vocab_size: int | None,
+        text_parts: tuple[str, str] | None,
     ) -> None:
         self.rows: list[TokenRow] = []
         self._report, self._encoder = report, encoder
         self._max_seq_length, self._long_rows, self._vocab_size = max_seq_length, long_rows, vocab_size
+        self._text_parts = text_parts
         self._errors: list[str] = []
         self._num_errors = 0
 
@@ -101,7 +111,7 @@ class _Collector:
         if isinstance(normal, ChatRow):
             require_chat_template(tokenizer, place)  # true of every row: no use in counting them
         try:
-            text = as_text(tokenizer, normal, place, train_on)
+            text = as_text(tokenizer, normal, place, train_on, self._text_parts)
         except UserError as error:
             self._bad(error)
             return None

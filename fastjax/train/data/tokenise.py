@@ -52,16 +52,39 @@ class TextToEncode:
     closed: bool
 
 
-def as_text(tokenizer: "PreTrainedTokenizerBase", row: NormalRow, place: str, train_on: str) -> TextToEncode:
-    """The row's text, and the characters in it that are learned. Raises: UserError naming `place`."""
+def as_text(
+    tokenizer: "PreTrainedTokenizerBase",
+    row: NormalRow,
+    place: str,
+    train_on: str,
+    text_parts: tuple[str, str] | None = None,
+) -> TextToEncode:
+    """The row's text, and the characters in it that are learned. Raises: UserError naming `place`.
+
+    Args:
+      text_parts: what stands before a user's turn and before an answer in a text row; None learns it whole.
+    """
     if isinstance(row, AlpacaRow):
         row = alpaca_as_chat(row) if has_chat_template(tokenizer) else alpaca_as_pair(row)
     if isinstance(row, ChatRow):
         chat = render_chat(tokenizer, row, place, spans=train_on == "responses")
         return TextToEncode(chat.text, chat.cuts, chat.spans if train_on == "responses" else None, closed=False)
     if isinstance(row, TextRow):
-        return TextToEncode(row.text, [], None, closed=True)
+        spans = _answer_spans(row.text, *text_parts) if text_parts and train_on == "responses" else None
+        return TextToEncode(row.text, [], spans, closed=True)
     return _pair_text(row, train_on)
+
+
+def _answer_spans(text: str, instruction_part: str, response_part: str) -> list[Span]:
+    """From after each response_part to the next instruction_part, or to the end."""
+    spans, start = [], text.find(response_part)
+    while start >= 0:
+        start += len(response_part)
+        end = text.find(instruction_part, start)
+        end = len(text) if end < 0 else end
+        spans.append(Span(start, end))
+        start = text.find(response_part, end)
+    return spans
 
 
 def _pair_text(row: PairRow, train_on: str) -> TextToEncode:
