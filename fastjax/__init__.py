@@ -6,14 +6,23 @@ Importing this module is cheap: each public name is loaded when it is first used
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastjax.api import FastLanguageModel, SFTTrainer
+    from fastjax.api import FastLanguageModel, is_bfloat16_supported
     from fastjax.sft_config import SFTConfig
+    from fastjax.sft_trainer import SFTTrainer, train_on_responses_only
 
-__all__ = ["FastLanguageModel", "SFTConfig", "SFTTrainer", "__version__"]
+__all__ = [
+    "FastLanguageModel", "SFTConfig", "SFTTrainer", "__version__", "is_bfloat16_supported", "train_on_responses_only",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 
-_HOMES = {"FastLanguageModel": "fastjax.api", "SFTTrainer": "fastjax.api", "SFTConfig": "fastjax.sft_config"}
+_HOMES = {
+    "FastLanguageModel": "fastjax.api",
+    "SFTConfig": "fastjax.sft_config",
+    "SFTTrainer": "fastjax.sft_trainer",
+    "is_bfloat16_supported": "fastjax.api",
+    "train_on_responses_only": "fastjax.sft_trainer",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -21,7 +30,11 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'fastjax' has no attribute {name!r}")
+    if name.startswith("_"):
+        raise AttributeError(f"module 'fastjax' has no attribute {name!r}")
+    from fastjax.refusals import MODULE_NAMES, missing
+
+    raise missing("module 'fastjax'", name, MODULE_NAMES)
 
 
 def __dir__() -> list[str]:

@@ -1,55 +1,98 @@
 """SFTConfig: a training run's settings under the names that TRL and HF TrainingArguments users type."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastjax.errors import UserError
-from fastjax.refusals import SFT_CONFIG, refuse
-from fastjax.settings import build, field_types
+from fastjax.refusals import CHANGE_NOTHING, SFT_CONFIG, complaints, raise_all, tell_ignored
+from fastjax.settings import check, field_types, rule_of
 from fastjax.train.config import LORA_SETTINGS, TrainConfig
 
 # Settings of a run that the model and the data of a trainer bring with them.
 _BROUGHT = ("model", "data", "eval_data", "sample_prompt", "method", "dtype", *LORA_SETTINGS)
 
 _SAME_OPTIMIZER = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf")
+_EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
+
+# Arguments that only the model, its tokenizer or the rows can answer: SFTTrainer does.
+FOR_TRAINER = ("bf16", "fp16", "tf32", "dataset_text_field", "eos_token", "pad_token", "data_seed")
+_STRATEGIES = {"save_strategy": "save_steps", "eval_strategy": "eval_steps", "logging_strategy": "logging_steps"}
+_NO_CHECKPOINT_BEFORE = 1_000_000_000
+
+
+@dataclass
+class Translated:
+    """Arguments in the words of TrainConfig.
+
+    Attributes:
+      values: {setting: value}, checked one by one.
+      for_trainer: {argument: value} of FOR_TRAINER.
+      each_epoch: the settings that shall be one epoch's number of steps.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    for_trainer: dict[str, Any] = field(default_factory=dict)
+    each_epoch: tuple[str, ...] = ()
 
 
 class SFTConfig:
     """The settings of an SFTTrainer.
 
     Takes every setting of `python -m fastjax.train --help` but those that the model and the data bring, with the same
-    defaults; and in TRL's words max_length, bf16, gradient_checkpointing, assistant_only_loss, eval_strategy,
-    max_steps=-1 and optim="adamw_torch".
+    defaults; and in TRL's words max_length, bf16, fp16, gradient_checkpointing, assistant_only_loss, max_steps=-1,
+    optim="adamw_torch", dataset_text_field, and save_strategy, eval_strategy and logging_strategy.
 
-    Raises: UserError for an argument that is unknown, or that this release cannot honour.
+    Raises: UserError with a line for each argument that is unknown, or that this release cannot honour.
     """
 
     def __init__(self, output_dir: str = "trainer_output", **arguments: Any) -> None:
-        self.given = translate({"output_dir": str(output_dir), **arguments})
-        self.train_config = build(TrainConfig, self.given)
+        found = translate({"output_dir": str(output_dir), **arguments})
+        self.given, self.for_trainer, self.each_epoch = found.values, found.for_trainer, found.each_epoch
+        self.train_config = TrainConfig(**self.given)
 
     def __repr__(self) -> str:
         return f"SFTConfig({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
 
 
-def translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """{setting of TrainConfig: value} for arguments in TRL's and HF's words. Raises: UserError."""
-    own = field_types(TrainConfig)
-    values: dict[str, Any] = {}
+def translate(arguments: Mapping[str, Any]) -> Translated:
+    """Arguments in TRL's and HF's words as settings. Raises: UserError with a line for each that cannot be."""
+    own, out, wrong = field_types(TrainConfig), Translated(), []
+    arguments = {"eval_strategy" if name == "evaluation_strategy" else name: v for name, v in arguments.items()}
     for name, value in arguments.items():
-        if name in SFT_CONFIG:
-            refuse("SFTConfig", SFT_CONFIG, {name: value})
-        elif name in _TRANSLATED:
-            values.update(_TRANSLATED[name](value))
-        elif name in _BROUGHT:
-            raise UserError(f"{name}={value!r} is no argument of SFTConfig; {_where(name)}")
-        elif name in own:
-            values[name] = value
-        else:
-            refuse("SFTConfig", SFT_CONFIG, {name: value}, known=(*own, *_TRANSLATED))
-    if arguments.get("eval_strategy") == "no" and "eval_steps" in values:
-        raise UserError(f"eval_steps={values['eval_steps']} with eval_strategy='no'; leave one of the two out")
-    return values
+        if name in CHANGE_NOTHING or (name in _STRATEGIES):
+            continue
+        try:
+            if name in SFT_CONFIG:
+                wrong += complaints("SFTConfig", SFT_CONFIG, {name: value})
+            elif name in _TRANSLATED:
+                out.values |= _checked(_TRANSLATED[name](value))
+            elif name in _BROUGHT:
+                raise UserError(f"{name}={value!r} is no argument of SFTConfig; {_where(name)}")
+            elif name in own:
+                out.values |= _checked({name: value})
+            elif name not in FOR_TRAINER:
+                known = (*own, *_TRANSLATED, *_STRATEGIES, *FOR_TRAINER, *CHANGE_NOTHING)
+                wrong += complaints("SFTConfig", SFT_CONFIG, {name: value}, known)
+        except UserError as error:
+            wrong.append(str(error))
+    for name in _STRATEGIES:
+        if name in arguments:
+            try:
+                _apply_strategy(name, arguments[name], arguments, out)
+            except UserError as error:
+                wrong.append(str(error))
+    raise_all(wrong)
+    out.for_trainer = {name: arguments[name] for name in FOR_TRAINER if arguments.get(name) is not None}
+    if out.for_trainer.get("fp16") is False and "bf16" not in out.for_trainer:
+        del out.for_trainer["fp16"]
+    tell_ignored({name: value for name, value in arguments.items() if name in CHANGE_NOTHING})
+    return out
+
+
+def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    hints = field_types(TrainConfig)
+    return {name: check(name, hints[name], value, rule_of(TrainConfig, name)) for name, value in values.items()}
 
 
 def _where(name: str) -> str:
@@ -57,7 +100,27 @@ def _where(name: str) -> str:
         return "give the rows to SFTTrainer, as train_dataset and eval_dataset"
     if name in ("model", "dtype"):
         return "give it to FastLanguageModel.from_pretrained"
+    if name == "sample_prompt":
+        return "call model.generate before and after training"
     return "the adapters are set in FastLanguageModel.get_peft_model"
+
+
+def _apply_strategy(name: str, strategy: Any, arguments: Mapping[str, Any], out: Translated) -> None:
+    """save_, eval_ and logging_strategy, which say when; how often is *_steps."""
+    steps = _STRATEGIES[name]
+    strategy = str(getattr(strategy, "value", strategy))
+    if strategy in ("no", "epoch") and arguments.get(steps) is not None:
+        raise UserError(f"{steps}={arguments[steps]} with {name}={strategy!r}; leave one of the two out")
+    if strategy == "epoch":
+        out.each_epoch += (steps,)
+    elif strategy == "no" and name == "save_strategy":
+        # The end is always saved.
+        out.values[steps] = _NO_CHECKPOINT_BEFORE
+    elif strategy == "no" and name == "logging_strategy":
+        raise UserError("logging_strategy='no' cannot be honoured: metrics.jsonl is always written; set logging_steps")
+    elif strategy not in ("no", "steps"):
+        ways = "'steps' or 'epoch'" if name == "logging_strategy" else "'no', 'steps' or 'epoch'"
+        raise UserError(f"{name}={strategy!r} cannot be honoured; use {ways}")
 
 
 def _max_length(value: Any) -> dict[str, Any]:
@@ -71,29 +134,22 @@ def _max_steps(value: Any) -> dict[str, Any]:
 
 
 def _optim(value: Any) -> dict[str, Any]:
+    value = getattr(value, "value", value)
+    if value in _EIGHT_BIT:
+        raise UserError(f"optim={value!r} is not in this release; use optim='adamw', whose state is float32")
     return {"optim": "adamw" if value in _SAME_OPTIMIZER else value}
 
 
-def _bf16(value: Any) -> dict[str, Any]:
-    if value is False:
-        raise UserError("bf16=False: the dtype is the model's; load it with dtype='float32'")
-    return {}
-
-
 def _gradient_checkpointing(value: Any) -> dict[str, Any]:
+    if value == "unsloth":
+        return {"remat": "full"}
     if not isinstance(value, bool):
         raise UserError(f"gradient_checkpointing={value!r} is not true or false; for a policy, say remat='full'")
     return {"remat": "full" if value else "none"}
 
 
 def _assistant_only_loss(value: Any) -> dict[str, Any]:
-    return {"train_on": "responses" if value else "all"}
-
-
-def _eval_strategy(value: Any) -> dict[str, Any]:
-    if value not in ("no", "steps"):
-        raise UserError(f"eval_strategy={value!r} cannot be honoured; use 'steps' with eval_steps")
-    return {}
+    return {} if value is None else {"train_on": "responses" if value else "all"}
 
 
 def _report_to(value: Any) -> dict[str, Any]:
@@ -101,17 +157,15 @@ def _report_to(value: Any) -> dict[str, Any]:
         if len(value) > 1:
             raise UserError(f"report_to={value!r}: one of tensorboard, wandb, none at a time")
         value = value[0] if value else "none"
-    return {"report_to": value}
+    return {"report_to": "none" if value is None else value}
 
 
 _TRANSLATED = {
     "max_length": _max_length,
     "max_steps": _max_steps,
     "optim": _optim,
-    "bf16": _bf16,
     "gradient_checkpointing": _gradient_checkpointing,
     "assistant_only_loss": _assistant_only_loss,
     "completion_only_loss": _assistant_only_loss,
-    "eval_strategy": _eval_strategy,
     "report_to": _report_to,
 }

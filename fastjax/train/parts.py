@@ -1,5 +1,6 @@
 """The parts that commands put together: an opened base model, its tokenizer, rows, adapters."""
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,7 +58,12 @@ def adapter_folder(adapter: str) -> Path:
     raise UserError(f"adapter={adapter!r} has no adapter_config.json, so it is not an adapter folder")
 
 
-def load_rows(source: str | Iterable[Mapping[str, Any]], config: RowConfig, base: Base) -> "TokenisedDataset":
+def load_rows(
+    source: str | Iterable[Mapping[str, Any]],
+    config: RowConfig,
+    base: Base,
+    text_parts: tuple[str, str] | None = None,
+) -> "TokenisedDataset":
     """The rows of a file, hub id or list as the settings want them tokenised. Raises: UserError, see `load_dataset`."""
     from fastjax.train.data import load_dataset
 
@@ -69,6 +75,7 @@ def load_rows(source: str | Iterable[Mapping[str, Any]], config: RowConfig, base
         long_rows=config.long_rows,
         vocab_size=base.config.vocab_size,
         data_format=None if config.data_format == "auto" else config.data_format,
+        text_parts=text_parts,
     )
 
 
@@ -168,13 +175,31 @@ def answer(model: "CausalLM", base: Base, prompts: list[Any], **sampling: Any) -
     """The model's answers as text, without special tokens.
 
     Args:
-      prompts: strings or lists of messages; a string is one user message where the tokenizer has a chat template.
+      prompts: see `prompt_rows`.
       sampling: as `fastjax.models.generation.generate` takes it.
     """
     from fastjax.models.generation import generate
+
+    new = generate(model, prompt_rows(base, prompts), eos_token_ids=eos_token_ids(base), **sampling)
+    return [str(base.tokenizer.decode(row, skip_special_tokens=True)) for row in new]
+
+
+def prompt_rows(base: Base, prompts: list[Any]) -> list[list[int]]:
+    """The token ids that answers start from.
+
+    Args:
+      prompts: strings or lists of messages; a string is one user message where the tokenizer has a chat template.
+    """
     from fastjax.train.data import prompt_ids
 
     chat = bool(base.tokenizer.chat_template)
-    ids = [prompt_ids(base.tokenizer, prompt, chat or not isinstance(prompt, str)) for prompt in prompts]
-    new = generate(model, ids, eos_token_ids=eos_token_ids(base), **sampling)
-    return [str(base.tokenizer.decode(row, skip_special_tokens=True)) for row in new]
+    return [prompt_ids(base.tokenizer, prompt, chat or not isinstance(prompt, str)) for prompt in prompts]
+
+
+def model_of(model: str, adapter: str | None) -> str:
+    """The base model that was named, else the one that the adapter's folder names."""
+    if model or adapter is None:
+        return model
+    name = base_of_adapter(adapter)
+    print(f"note: the base model is {name}, as {adapter} says; --model gives another", file=sys.stderr)
+    return name

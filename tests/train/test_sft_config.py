@@ -27,18 +27,22 @@ def test_own_names_and_defaults_are_those_of_the_command_line():
     ("arguments", "words"),
     [
         ({"learning_rat": 1e-4}, ["no argument 'learning_rat'", "did you mean learning_rate?"]),
-        ({"deepspeed": "x.json"}, ["no argument 'deepspeed'"]),
+        ({"deepspeed": "x.json"}, ["deepspeed='x.json' cannot be honoured"]),
         ({"packing": True}, ["packing=True cannot be honoured"]),
         ({"fp16": True}, ["fp16=True", "bfloat16"]),
-        ({"bf16": False}, ["bf16=False", "dtype='float32'"]),
         ({"optim": "adamw_8bit"}, ["optim='adamw_8bit' is not in this release"]),
+        ({"optim": "paged_adamw_8bit"}, ["optim='paged_adamw_8bit' is not in this release; use optim='adamw'"]),
         ({"optim": "sgd"}, ["optim='sgd' is not one of adamw"]),
-        ({"eval_strategy": "epoch"}, ["eval_strategy='epoch'", "eval_steps"]),
+        ({"eval_strategy": "best"}, ["eval_strategy='best'", "'epoch'"]),
+        ({"save_strategy": "best"}, ["save_strategy='best'"]),
+        ({"save_strategy": "epoch", "save_steps": 3}, ["save_steps=3 with save_strategy='epoch'"]),
+        ({"logging_strategy": "no"}, ["logging_strategy='no'", "logging_steps"]),
         ({"eval_strategy": "no", "eval_steps": 3}, ["eval_steps=3 with eval_strategy='no'"]),
-        ({"dataset_num_proc": 2}, ["dataset_num_proc=2 cannot be honoured"]),
+        ({"group_by_length": True}, ["group_by_length=True", "changes the order"]),
+        ({"dataset_kwargs": {"add_special_tokens": False}}, ["dataset_kwargs={'add_special_tokens': False}"]),
         ({"neftune_noise_alpha": 5}, ["neftune_noise_alpha=5"]),
         ({"max_length": None}, ["max_length=None"]),
-        ({"gradient_checkpointing": "unsloth"}, ["gradient_checkpointing='unsloth'", "remat"]),
+        ({"gradient_checkpointing": "some"}, ["gradient_checkpointing='some'", "remat"]),
         ({"report_to": ["wandb", "tensorboard"]}, ["report_to="]),
         ({"lora_r": 8}, ["lora_r=8 is no argument of SFTConfig", "get_peft_model"]),
         ({"model": "m"}, ["from_pretrained"]),
@@ -52,3 +56,37 @@ def test_what_cannot_be_honoured_is_an_error_that_says_so(arguments, words):
         SFTConfig(**arguments)
     for word in words:
         assert word in str(error.value)
+
+
+def test_all_that_is_wrong_is_one_error_with_a_line_each():
+    with pytest.raises(UserError) as error:
+        SFTConfig(packing=True, optim="paged_adamw_8bit", learning_rat=1, per_device_train_batch_size=0, fp16=True)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 5
+    for word in ("packing=True", "paged_adamw_8bit", "learning_rat", "per_device_train_batch_size=0", "fp16=True"):
+        assert sum(word in line for line in lines) == 1
+
+
+def test_arguments_that_change_no_number_are_taken_and_told_once(capsys):
+    config = SFTConfig(
+        output_dir="out", dataset_num_proc=2, dataloader_num_workers=4, dataloader_pin_memory=True, run_name="mine",
+        remove_unused_columns=False, use_liger_kernel=True, gradient_checkpointing_kwargs={"use_reentrant": False},
+        logging_dir="logs", logging_first_step=True, disable_tqdm=False, hub_token=None,
+    )  # fmt: skip
+    assert config.train_config == TrainConfig(output_dir="out")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: ") and "dataset_num_proc=2" in line and "hub_token" not in line
+    SFTConfig(output_dir="out", packing=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_guess_is_made_for_a_misspelt_name_only():
+    for name in ("tokens", "vocabulary", "deep"):
+        with pytest.raises(UserError) as error:
+            SFTConfig(**{name: 1})
+        assert "did you mean" not in str(error.value)
+
+
+def test_save_strategy_no_leaves_the_end_as_the_only_checkpoint():
+    assert SFTConfig(save_strategy="no").train_config.save_steps >= 10**6
+    assert SFTConfig(save_strategy="epoch", logging_strategy="epoch").each_epoch == ("save_steps", "logging_steps")
