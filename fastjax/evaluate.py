@@ -1,5 +1,6 @@
 """The loss of a model, with or without an adapter, on a file of rows."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -13,6 +14,10 @@ from fastjax.train.config import RowConfig
 
 def evaluate(config: RowConfig, options: Options) -> None:
     """Print eval_loss, the number of target tokens and the perplexity; what became of the rows goes to stderr."""
+    if config.adapter and not config.model:
+        from fastjax.train.parts import model_of
+
+        config = dataclasses.replace(config, model=model_of("", config.adapter))
     config.validate()
     from fastjax.models.checkpoint.load import load_model
     from fastjax.models.peft_io import load_adapter

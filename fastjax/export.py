@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class ExportConfig:
     """What to merge, and where the result goes."""
 
-    model: str = setting("", "HF folder, hub id or .gguf file of the base model")
+    model: str = setting("", "HF folder, hub id or .gguf file of the base model; without it the adapter's own")
     adapter: str | None = setting(None, "adapter folder; without one the base itself is written")
     output_dir: str = setting("", "folder of the merged model")
     format: Literal["merged_16bit", "merged_32bit"] = setting(
@@ -34,9 +34,10 @@ class ExportConfig:
     def validate(self) -> None:
         """Raises: UserError for a missing or impossible setting."""
         check_all(self)
-        for name in ("model", "output_dir"):
-            if not getattr(self, name):
-                raise UserError(f"{name} is missing; give it as --{name} or in --config")
+        if not self.model and self.adapter is None:
+            raise UserError("model is missing; give it as --model or in --config")
+        if not self.output_dir:
+            raise UserError("output_dir is missing; give it as --output_dir or in --config")
         check_export_folder(Path(self.output_dir), self.overwrite_output_dir, [self.model, self.adapter])
 
 
@@ -45,9 +46,12 @@ def export(config: ExportConfig, options: Options) -> None:
     config.validate()
     from fastjax.models.checkpoint.load import load_model
     from fastjax.models.peft_io import load_adapter
-    from fastjax.train.parts import open_base
+    from fastjax.train.parts import model_of, open_base
 
-    base = open_base(config.model, config.adapter)
+    model_name = model_of(config.model, config.adapter)
+    # Once more with the name that the adapter gave: what is read must not be replaced.
+    check_export_folder(Path(config.output_dir), config.overwrite_output_dir, [model_name, config.adapter])
+    base = open_base(model_name, config.adapter)
     model = load_model(base.checkpoint, "bfloat16" if _is_bfloat16(base.checkpoint) else "float32")
     if config.adapter is not None:
         load_adapter(model, config.adapter)

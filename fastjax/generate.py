@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class GenerateConfig:
     """The model, what it is asked, and how its tokens are chosen."""
 
-    model: str = setting("", "HF folder, hub id or .gguf file of the base model")
+    model: str = setting("", "HF folder, hub id or .gguf file of the base model; without it the adapter's own")
     adapter: str | None = setting(None, "adapter folder; its tokenizer and chat template are used if it holds them")
     prompt: str | None = setting(None, "the text to answer")
     prompts: str | None = setting(
@@ -45,7 +45,7 @@ class GenerateConfig:
     def validate(self) -> None:
         """Raises: UserError for a missing, impossible or contradictory setting."""
         check_all(self)
-        if not self.model:
+        if not self.model and self.adapter is None:
             raise UserError("model is missing; give the base model as --model or in --config")
         if (self.prompt is None) == (self.prompts is None):
             given = "neither" if self.prompt is None else "both"
@@ -78,9 +78,9 @@ def generate(config: GenerateConfig, options: Options) -> None:
               "--temperature 1 draws as the model says")  # fmt: skip
     from fastjax.models.checkpoint.load import load_model
     from fastjax.models.peft_io import load_adapter
-    from fastjax.train.parts import open_base
+    from fastjax.train.parts import model_of, open_base
 
-    base = open_base(config.model, config.adapter)
+    base = open_base(model_of(config.model, config.adapter), config.adapter)
     # Every prompt is checked before the weights are read: a mistake in the last row should not cost an hour.
     questions = _questions(config, base)
     note_slow_dtype(config.dtype, options.given)

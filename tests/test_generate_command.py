@@ -176,6 +176,34 @@ def test_an_adapter_with_its_own_template(parts, ask, tmp_path):
     assert out != text_of(parts, expected_ids(parts, ids)) + "\n"
 
 
+def test_without_a_model_the_commands_take_the_one_that_the_adapter_names(parts, tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    import copy
+
+    from fastjax import evaluate, export
+
+    folder, hf_model, tokenizer = parts
+    adapted = peft.get_peft_model(copy.deepcopy(hf_model), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    adapter = str(tmp_path / "adapter")
+    adapted.peft_config["default"].base_model_name_or_path = str(folder)
+    adapted.save_pretrained(adapter)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
+    dtype = ["--dtype", "float32"]
+    commands = (
+        (main, ["--prompt", "hello", "--max_new_tokens", NEW, *dtype]),
+        (evaluate.main, ["--data", str(rows), *dtype]),
+        (export.main, ["--output_dir", str(tmp_path / "merged")]),
+    )
+    for command, flags in commands:
+        assert command(["--adapter", adapter, *flags]) == 0
+        out, err = capsys.readouterr()
+        assert out and f"the base model is {folder}, as {adapter} says" in err
+        assert command(flags) == 2
+        assert "model is missing" in capsys.readouterr().err
+    # The base is what is read, so it is not replaced either.
+    assert export.main(["--adapter", adapter, "--output_dir", str(folder), "--overwrite_output_dir"]) == 2
+
+
 def test_sampling_is_reproducible_and_seeded(ask):
     flags = ("--prompt", "hello", "--temperature", "1.5", "--top_k", "50", "--top_p", "0.9", "--min_p", "0.01")
     first = ask(*flags)
