@@ -263,12 +263,14 @@ def test_a_folder_that_is_not_empty_is_kept_unless_told_otherwise(hf_folder: Pat
     model = load_model(str(hf_folder), jnp.float32)
     (tmp_path / "out").mkdir()
     save_model(model, tmp_path / "out")
-    (tmp_path / "out/old").touch()
+    for name in ("old", "model-00001-of-00002.safetensors"):
+        (tmp_path / "out" / name).touch()
     with pytest.raises(UserError, match="not an empty folder"):
         save_model(model, tmp_path / "out")
     assert (tmp_path / "out/old").exists()
     save_model(model, tmp_path / "out", overwrite=True)
-    assert not (tmp_path / "out/old").exists()
+    assert (tmp_path / "out/old").exists()
+    assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
