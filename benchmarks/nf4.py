@@ -1,6 +1,6 @@
 """Times 4-bit quantisation and dequantisation on this machine's GPU, as a Markdown table.
 
-    python -m benchmarks.nf4
+python -m benchmarks.nf4
 """
 
 import jax

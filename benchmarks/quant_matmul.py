@@ -1,6 +1,6 @@
 """Times products with a 4-bit weight, and the adapter over them, on this machine's GPU, as Markdown tables.
 
-    python -m benchmarks.quant_matmul
+python -m benchmarks.quant_matmul
 """
 
 from concurrent.futures import ThreadPoolExecutor

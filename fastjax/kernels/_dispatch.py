@@ -27,8 +27,7 @@ def triton_reason(interpret: bool = False) -> str | None:
     device = target_device()
     if not target_is_gpu():
         return (
-            f"needs an NVIDIA GPU, and this process computes on {device.platform}; "
-            "interpret=True runs it there, slowly"
+            f"needs an NVIDIA GPU, and this process computes on {device.platform}; interpret=True runs it there, slowly"
         )
     capability = float(getattr(device, "compute_capability", _OLDEST_COMPUTE_CAPABILITY))
     if capability < _OLDEST_COMPUTE_CAPABILITY:

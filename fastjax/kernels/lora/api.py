@@ -137,9 +137,7 @@ def _backward(implementation, interpret, residuals, douts):
     x, weights, lora_as, lora_bs, scales = residuals
     scaled = [scale * b for scale, b in zip(scales, lora_bs, strict=True)]
     if implementation == "joined":
-        dx, dlora_as, dscaled = joined_backward(
-            jnp.concatenate(douts, axis=1), x, weights, lora_as, scaled, interpret
-        )
+        dx, dlora_as, dscaled = joined_backward(jnp.concatenate(douts, axis=1), x, weights, lora_as, scaled, interpret)
     else:
         dx, dlora_as, dscaled = _separate_backward(douts, x, weights, lora_as, scaled, implementation, interpret)
     dlora_as = [d.astype(a.dtype) for d, a in zip(dlora_as, lora_as, strict=True)]

@@ -1,8 +1,8 @@
 """A linear layer with a low-rank adapter in plain jnp: the definition of right.
 
-    y  = x . W^T + scale (x . A^T) . B^T          W [out, in] frozen, A [R, in], B [out, R]
-    t  = scale dy . B
-    dx = dy . W + t . A        dA = t^T . x        dB = scale dy^T . (x . A^T)
+y  = x . W^T + scale (x . A^T) . B^T          W [out, in] frozen, A [R, in], B [out, R]
+t  = scale dy . B
+dx = dy . W + t . A        dA = t^T . x        dB = scale dy^T . (x . A^T)
 """
 
 import jax

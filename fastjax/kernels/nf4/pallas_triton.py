@@ -127,9 +127,7 @@ def dequantize_joined(
     for weight in weights:
         assert weight.shape[1] == num_in and num_in % BLOCK_SIZE == 0
         operands = (weight.codes.reshape(-1), jnp.asarray(CODES[weight.quant_type]), *absmax_operands(weight), *buffer)
-        kernel = partial(
-            _joined_kernel, shape=weight.shape, first_row=first_row, tiles=tiles, has_buffer=bool(buffer)
-        )
+        kernel = partial(_joined_kernel, shape=weight.shape, first_row=first_row, tiles=tiles, has_buffer=bool(buffer))
         num_blocks = weight.shape[0] * num_in // BLOCK_SIZE
         out = pl.pallas_call(
             kernel,
@@ -146,7 +144,7 @@ def dequantize_joined(
 
 
 def _exactly(operation: str, *args: jax.Array, interpret: bool) -> jax.Array:
-    """"rcp" or "div" in float32 rounded to nearest: Triton's own division is off by one in the last place at times."""
+    """ "rcp" or "div" in float32 rounded to nearest: Triton's own division is off by one in the last place at times."""
     if interpret:
         return 1.0 / args[0] if operation == "rcp" else args[0] / args[1]
     operands = ", ".join(f"${i}" for i in range(len(args) + 1))

@@ -1,11 +1,11 @@
 """4-bit quantisation in plain jnp, written to be read: the definition of right, bit for bit bitsandbytes'.
 
-    absmax_j  = max |w_i| over the 64 elements of block j
-    code_i    = number of decision bounds below w_i / absmax_j              (on a bound: the lower code)
-    offset    = mean_j absmax_j
-    scale_b   = max |absmax_j - offset| over the 256 blocks of nested block b
-    absmax code_j = nearest dynamic-map code of (absmax_j - offset) / scale_b, through a table of 65536 steps
-    w_i       = table[code_i] * (nested_table[absmax code_j] * scale_b + offset)
+absmax_j  = max |w_i| over the 64 elements of block j
+code_i    = number of decision bounds below w_i / absmax_j              (on a bound: the lower code)
+offset    = mean_j absmax_j
+scale_b   = max |absmax_j - offset| over the 256 blocks of nested block b
+absmax code_j = nearest dynamic-map code of (absmax_j - offset) / scale_b, through a table of 65536 steps
+w_i       = table[code_i] * (nested_table[absmax code_j] * scale_b + offset)
 """
 
 import jax

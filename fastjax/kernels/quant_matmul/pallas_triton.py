@@ -347,6 +347,4 @@ def quant_matmul_gradient_pallas(
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
         interpret=interpret,
         name="quant_matmul_gradient",
-    )(
-        dout.reshape(-1), weight.codes.reshape(-1), jnp.asarray(CODES[weight.quant_type]), *absmax_operands(weight)
-    )
+    )(dout.reshape(-1), weight.codes.reshape(-1), jnp.asarray(CODES[weight.quant_type]), *absmax_operands(weight))

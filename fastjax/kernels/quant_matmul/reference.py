@@ -1,7 +1,7 @@
 """The product with a 4-bit weight in plain jnp: the definition of right.
 
-    y  = x . W^T          W = dequantize(weight)
-    dx = dy . W           no gradient for W
+y  = x . W^T          W = dequantize(weight)
+dx = dy . W           no gradient for W
 """
 
 import jax
