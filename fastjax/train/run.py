@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-_SAMPLE_TOKENS = 128
+_SAMPLE_TOKENS = 64
 
 
 @dataclass(frozen=True)
