@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastjax.api import FastLanguageModel, is_bfloat16_supported
-    from fastjax.sft_config import SFTConfig
-    from fastjax.sft_trainer import SFTTrainer, train_on_responses_only
+    from fastjax.face.sft_config import SFTConfig
+    from fastjax.face.sft_trainer import SFTTrainer, train_on_responses_only
 
 __all__ = [
     "FastLanguageModel", "SFTConfig", "SFTTrainer", "__version__", "is_bfloat16_supported", "train_on_responses_only",
@@ -18,10 +18,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "FastLanguageModel": "fastjax.api",
-    "SFTConfig": "fastjax.sft_config",
-    "SFTTrainer": "fastjax.sft_trainer",
+    "SFTConfig": "fastjax.face.sft_config",
+    "SFTTrainer": "fastjax.face.sft_trainer",
     "is_bfloat16_supported": "fastjax.api",
-    "train_on_responses_only": "fastjax.sft_trainer",
+    "train_on_responses_only": "fastjax.face.sft_trainer",
 }
 
 
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name.startswith("_"):
         raise AttributeError(f"module 'fastjax' has no attribute {name!r}")
-    from fastjax.refusals import MODULE_NAMES, missing
+    from fastjax.face.refusals import MODULE_NAMES, missing
 
     raise missing("module 'fastjax'", name, MODULE_NAMES)
 

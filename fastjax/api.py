@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastjax.devices import choose_platform
 from fastjax.errors import UserError
-from fastjax.language_model import LanguageModel
-from fastjax.refusals import FROM_PRETRAINED, GET_PEFT_MODEL, note, refuse
+from fastjax.face.language_model import LanguageModel
+from fastjax.face.refusals import FROM_PRETRAINED, GET_PEFT_MODEL, note, refuse
 from fastjax.train.config import TrainConfig
 
 if TYPE_CHECKING:

@@ -66,8 +66,13 @@ def run_command(
     *,
     prog: str,
     description: str,
+    passed_over: type | None = None,
 ) -> int:
     """Read the flags, run the command, and return the exit code.
+
+    Args:
+      passed_over: settings of another command, whose keys a `--config` file may hold too: a run's own config.yaml
+        serves every command.
 
     0 done; 1 a fault of ours, with its traceback; 2 the user can mend it; 3 out of device memory; 4 numbers went
     wrong; 128 + signal interrupted.
@@ -79,7 +84,7 @@ def run_command(
             return _print_help(settings, prog, description)
         choose_platform()
         with _warnings_as_notes():
-            command(*parse(settings, argv))
+            command(*parse(settings, argv, passed_over))
         return 0
     except KeyboardInterrupt:
         _report("interrupted", debug)
@@ -97,13 +102,13 @@ def run_command(
         return known.exit_code
 
 
-def parse(settings: type[T], argv: Sequence[str]) -> tuple[T, Options]:
+def parse(settings: type[T], argv: Sequence[str], passed_over: type | None = None) -> tuple[T, Options]:
     """The settings from the flags, over those of `--config FILE`, over the defaults.
 
     Raises: UserError for an unknown flag or key, a missing or unreadable value.
     """
     flags = _read_flags(settings, argv)
-    values = _read_yaml(settings, flags.pop("config")) if "config" in flags else {}
+    values = _read_yaml(settings, flags.pop("config"), passed_over) if "config" in flags else {}
     switches = {name: bool(flags.pop(name, False)) for name in _SWITCHES}
     hints = field_types(settings)
     for name, value in flags.items():
@@ -170,7 +175,7 @@ def _read_flags(settings: type, argv: Sequence[str]) -> dict[str, str | bool]:
     return flags
 
 
-def _read_yaml(settings: type, file: str | bool) -> dict[str, Any]:
+def _read_yaml(settings: type, file: str | bool, passed_over: type | None = None) -> dict[str, Any]:
     """The checked values of a YAML file. Raises: UserError naming the file and the key."""
     import yaml
 
@@ -203,13 +208,13 @@ def _read_yaml(settings: type, file: str | bool) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"--config {file} holds a {type(content).__name__}; write one `name: value` a line")
     hints, values = field_types(settings), {}
-    of_training: list[str] = []
+    others = {} if passed_over is None else field_types(passed_over)
+    skipped: list[str] = []
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in hints:
-            # A run's own config.yaml serves the other commands too.
-            if name in _training_settings():
-                of_training.append(name)
+            if name in others:
+                skipped.append(name)
                 continue
             _refuse_later(name, f"{file}: {key}")
             raise UserError(f"{file}: unknown key {key!r}{nearest(name, hints)}\nAll keys: the flags of --help")
@@ -223,15 +228,9 @@ def _read_yaml(settings: type, file: str | bool) -> dict[str, Any]:
             values[name] = check(name, hints[name], value, rule_of(settings, name))
         except UserError as error:
             raise UserError(f"{file}: {error}") from None
-    if of_training:
-        print(f"note: {file}: settings of training alone are passed over: {', '.join(of_training)}", file=sys.stderr)
+    if skipped:
+        print(f"note: {file}: settings of training alone are passed over: {', '.join(skipped)}", file=sys.stderr)
     return values
-
-
-def _training_settings() -> dict[str, Any]:
-    from fastjax.train.config import TrainConfig
-
-    return field_types(TrainConfig)
 
 
 def _refuse_later(name: str, given: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fastjax.cli import Options, run_command
 from fastjax.devices import note_slow_dtype
 from fastjax.errors import NumericsError
-from fastjax.train.config import RowConfig
+from fastjax.train.config import RowConfig, TrainConfig
 
 
 def evaluate(config: RowConfig, options: Options) -> None:
@@ -45,7 +45,9 @@ def evaluate(config: RowConfig, options: Options) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m fastjax.evaluate`; returns the exit code."""
-    return run_command(RowConfig, evaluate, argv, prog="fastjax evaluate", description=__doc__ or "")
+    return run_command(
+        RowConfig, evaluate, argv, prog="fastjax evaluate", description=__doc__ or "", passed_over=TrainConfig
+    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastjax.cli import Options, run_command
 from fastjax.errors import UserError
 from fastjax.settings import check_all, setting
+from fastjax.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from fastjax.models.checkpoint.checkpoint import Checkpoint
@@ -136,7 +137,9 @@ def _sixteen_bit(checkpoint: "Checkpoint") -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m fastjax.export`; returns the exit code."""
-    return run_command(ExportConfig, export, argv, prog="fastjax export", description=__doc__ or "")
+    return run_command(
+        ExportConfig, export, argv, prog="fastjax export", description=__doc__ or "", passed_over=TrainConfig
+    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from fastjax.cli import Options, run_command
 from fastjax.devices import note_slow_dtype
 from fastjax.errors import UserError
 from fastjax.settings import check_all, setting
+from fastjax.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from fastjax.train.parts import Base
@@ -193,7 +194,9 @@ def _note(text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m fastjax.generate`; returns the exit code."""
-    return run_command(GenerateConfig, generate, argv, prog="fastjax generate", description=__doc__ or "")
+    return run_command(
+        GenerateConfig, generate, argv, prog="fastjax generate", description=__doc__ or "", passed_over=TrainConfig
+    )
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastjax.errors import UserError
-from fastjax.python_words import in_python_words
-from fastjax.refusals import GENERATE, MODEL_NAMES, missing, note, refuse
+from fastjax.face.python_words import in_python_words
+from fastjax.face.refusals import GENERATE, MODEL_NAMES, missing, note, refuse
 
 if TYPE_CHECKING:
-    from fastjax.config_view import ConfigView, ModelOutput
+    from fastjax.face.config_view import ConfigView, ModelOutput
     from fastjax.models.decoder import CausalLM
     from fastjax.models.lora import LoraConfig
     from fastjax.train.parts import Base
@@ -68,7 +68,7 @@ class LanguageModel:
     @property
     def config(self) -> "ConfigView":
         """The model's config.json as attributes, and as `to_dict()`."""
-        from fastjax.config_view import ConfigView
+        from fastjax.face.config_view import ConfigView
 
         if self._config is None:
             self._config = ConfigView(self.model.config.to_hf())
@@ -84,8 +84,8 @@ class LanguageModel:
         import jax.numpy as jnp
         from flax import nnx
 
-        from fastjax.config_view import ModelOutput
-        from fastjax.token_ids import read_token_ids
+        from fastjax.face.config_view import ModelOutput
+        from fastjax.face.token_ids import read_token_ids
 
         ids, real = read_token_ids(input_ids, attention_mask)
         self._check_vocabulary(ids)
@@ -163,8 +163,8 @@ class LanguageModel:
         }
         if (prompts is None) == (input_ids is None):
             raise UserError("generate takes either prompts or input_ids; give one of the two")
+        from fastjax.face.token_ids import is_token_ids, read_token_ids
         from fastjax.models.generation import generate
-        from fastjax.token_ids import is_token_ids, read_token_ids
         from fastjax.train.parts import eos_token_ids, prompt_rows
 
         ends = eos_token_ids(self.base) if eos_token_id is None else _several(eos_token_id)

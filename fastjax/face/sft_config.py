@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastjax.errors import UserError
-from fastjax.refusals import CHANGE_NOTHING, SFT_CONFIG, complaints, raise_all, tell_ignored
+from fastjax.face.refusals import CHANGE_NOTHING, SFT_CONFIG, complaints, raise_all, tell_ignored
 from fastjax.settings import check, field_types, rule_of
 from fastjax.train.config import LORA_SETTINGS, TrainConfig
 

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastjax.errors import UserError
-from fastjax.language_model import LanguageModel
-from fastjax.python_words import in_python_words
-from fastjax.refusals import CHANGE_NOTHING, TRAINER, note, refuse, tell_ignored
-from fastjax.row_words import field_as_text, formatted_rows
-from fastjax.sft_config import SFTConfig
+from fastjax.face.language_model import LanguageModel
+from fastjax.face.python_words import in_python_words
+from fastjax.face.refusals import CHANGE_NOTHING, TRAINER, note, refuse, tell_ignored
+from fastjax.face.row_words import field_as_text, formatted_rows
+from fastjax.face.sft_config import SFTConfig
 from fastjax.train.config import TrainConfig
 
 if TYPE_CHECKING:
+    from fastjax.face.train_output import TrainOutput
     from fastjax.train.data import TokenisedDataset
-    from fastjax.train_output import TrainOutput
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 
@@ -99,8 +99,8 @@ class SFTTrainer:
         Returns: .training_loss, .metrics (train_runtime in seconds, ...) and .global_step as in TRL; .saved is the
           folder of the adapter, or of the model.
         """
+        from fastjax.face.train_output import TrainOutput
         from fastjax.train.run import train_model
-        from fastjax.train_output import TrainOutput
 
         config, model = self.config, self.model
         if resume_from_checkpoint:

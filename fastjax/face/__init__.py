@@ -1,0 +1,1 @@
+"""The Python face: what notebooks use, under the names that Unsloth and TRL users type."""
