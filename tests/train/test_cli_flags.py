@@ -139,10 +139,12 @@ def test_none_and_null_unset_a_key_of_the_config(tmp_path):
 def test_settings_of_training_in_the_config_of_another_command_are_named_and_passed_over(tmp_path, capsys):
     file = tmp_path / "config.yaml"
     file.write_text("count: 5\noutput_dir: runs/a\nlearning_rate: three\n")
-    small, options = parse(Small, ["--config", str(file)])
+    small, options = parse(Small, ["--config", str(file)], passed_over=TrainConfig)
     assert small == Small(count=5) and options.given == {"count"}
     note = capsys.readouterr().err
     assert note == f"note: {file}: settings of training alone are passed over: output_dir, learning_rate\n"
+    with pytest.raises(UserError, match="unknown key 'output_dir'"):
+        parse(Small, ["--config", str(file)])
 
 
 class XlaRuntimeError(RuntimeError):
