@@ -18,6 +18,7 @@ _EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 # Arguments that only the model, its tokenizer or the rows can answer: SFTTrainer does.
 FOR_TRAINER = ("bf16", "fp16", "tf32", "dataset_text_field", "eos_token", "pad_token", "data_seed")
 _STRATEGIES = {"save_strategy": "save_steps", "eval_strategy": "eval_steps", "logging_strategy": "logging_steps"}
+_HF_LOGGING_STEPS = 500
 _NO_CHECKPOINT_BEFORE = 1_000_000_000
 
 
@@ -58,6 +59,18 @@ class SFTConfig:
 def translate(arguments: Mapping[str, Any]) -> Translated:
     """Arguments in TRL's and HF's words as settings. Raises: UserError with a line for each that cannot be."""
     own, out, wrong = field_types(TrainConfig), Translated(), []
+    said_by: dict[str, str] = {}
+
+    def put(name: str, values: Mapping[str, Any]) -> None:
+        for setting, value in _checked(values).items():
+            if out.values.get(setting, value) != value:
+                other = said_by[setting]
+                raise UserError(
+                    f"{name}={arguments[name]!r} and {other}={arguments[other]!r} contradict each other: "
+                    f"both set {setting}; leave one of the two out"
+                )
+            out.values[setting], said_by[setting] = value, name
+
     arguments = {"eval_strategy" if name == "evaluation_strategy" else name: v for name, v in arguments.items()}
     for name, value in arguments.items():
         if name in CHANGE_NOTHING or (name in _STRATEGIES):
@@ -66,11 +79,11 @@ def translate(arguments: Mapping[str, Any]) -> Translated:
             if name in SFT_CONFIG:
                 wrong += complaints("SFTConfig", SFT_CONFIG, {name: value})
             elif name in _TRANSLATED:
-                out.values |= _checked(_TRANSLATED[name](value))
+                put(name, _TRANSLATED[name](value))
             elif name in _BROUGHT:
                 raise UserError(f"{name}={value!r} is no argument of SFTConfig; {_where(name)}")
             elif name in own:
-                out.values |= _checked({name: value})
+                put(name, {name: value})
             elif name not in FOR_TRAINER:
                 known = (*own, *_TRANSLATED, *_STRATEGIES, *FOR_TRAINER, *CHANGE_NOTHING)
                 wrong += complaints("SFTConfig", SFT_CONFIG, {name: value}, known)
@@ -113,6 +126,9 @@ def _apply_strategy(name: str, strategy: Any, arguments: Mapping[str, Any], out:
         raise UserError(f"{steps}={arguments[steps]} with {name}={strategy!r}; leave one of the two out")
     if strategy == "epoch":
         out.each_epoch += (steps,)
+    elif strategy == "steps" and name == "eval_strategy" and arguments.get(steps) is None:
+        # As in transformers: as often as it logs.
+        out.values[steps] = out.values.get("logging_steps", _HF_LOGGING_STEPS)
     elif strategy == "no" and name == "save_strategy":
         # The end is always saved.
         out.values[steps] = _NO_CHECKPOINT_BEFORE
@@ -149,6 +165,11 @@ def _gradient_checkpointing(value: Any) -> dict[str, Any]:
 
 
 def _assistant_only_loss(value: Any) -> dict[str, Any]:
+    # False is TRL's default, where completion_only_loss then decides; it does not ask for a loss on everything.
+    return {"train_on": "responses"} if value else {}
+
+
+def _completion_only_loss(value: Any) -> dict[str, Any]:
     return {} if value is None else {"train_on": "responses" if value else "all"}
 
 
@@ -166,6 +187,6 @@ _TRANSLATED = {
     "optim": _optim,
     "gradient_checkpointing": _gradient_checkpointing,
     "assistant_only_loss": _assistant_only_loss,
-    "completion_only_loss": _assistant_only_loss,
+    "completion_only_loss": _completion_only_loss,
     "report_to": _report_to,
 }

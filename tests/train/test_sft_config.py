@@ -10,7 +10,7 @@ from fastjax.train.config import TrainConfig
 def test_the_words_of_trl_become_settings():
     config = SFTConfig(
         output_dir="out", max_length=512, max_steps=-1, optim="adamw_torch", bf16=True, packing=False,
-        gradient_checkpointing=True, assistant_only_loss=False, eval_strategy="steps", eval_steps=5,
+        gradient_checkpointing=True, completion_only_loss=False, eval_strategy="steps", eval_steps=5,
         report_to=["tensorboard"], save_strategy="steps", dataset_text_field="text", learning_rate=1e-4,
     ).train_config  # fmt: skip
     assert config == TrainConfig(
@@ -90,3 +90,34 @@ def test_a_guess_is_made_for_a_misspelt_name_only():
 def test_save_strategy_no_leaves_the_end_as_the_only_checkpoint():
     assert SFTConfig(save_strategy="no").train_config.save_steps >= 10**6
     assert SFTConfig(save_strategy="epoch", logging_strategy="epoch").each_epoch == ("save_steps", "logging_steps")
+
+
+def test_loss_arguments_at_trl_s_defaults_leave_the_loss_on_responses():
+    for arguments in (
+        {"completion_only_loss": True, "assistant_only_loss": False},
+        {"assistant_only_loss": False, "completion_only_loss": None},
+        {"assistant_only_loss": True},
+    ):
+        assert SFTConfig(output_dir="out", **arguments).train_config.train_on == "responses"
+    assert SFTConfig(output_dir="out", completion_only_loss=False).train_config.train_on == "all"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_length": 10, "max_seq_length": 50},
+        {"remat": "full", "gradient_checkpointing": False},
+        {"gradient_checkpointing": False, "remat": "full"},
+        {"train_on": "all", "assistant_only_loss": True},
+    ],
+)
+def test_two_arguments_that_set_one_thing_differently_are_refused_by_name(arguments):
+    with pytest.raises(UserError) as error:
+        SFTConfig(output_dir="out", **arguments)
+    assert all(name in str(error.value) for name in arguments)
+
+
+def test_evaluation_by_steps_is_as_frequent_as_logging_unless_told():
+    config = SFTConfig(output_dir="out", eval_strategy="steps", logging_steps=7).train_config
+    assert config.eval_steps == 7
+    assert SFTConfig(output_dir="out", eval_strategy="steps", eval_steps=3).train_config.eval_steps == 3
