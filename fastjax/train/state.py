@@ -13,13 +13,11 @@ import json
 import logging
 import os
 import re
-import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -211,27 +209,18 @@ def _crc_of(manifest: Mapping[str, Any]) -> int:
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
     """Gives the OSError that TensorStore's ValueError stands for, and keeps Orbax from logging its traceback."""
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # TensorStore's threads still call back into Orbax's event loop after a failed save, even once this has ended.
-        if not (isinstance(error, RuntimeError) and "Event loop is closed" in str(error)):
-            before(kind, error, trace)
 
     def silent(record: logging.LogRecord) -> bool:
         return "raised an exception" not in record.getMessage()
 
     log = logging.getLogger("absl")
     log.addFilter(silent)
-    sys.excepthook = hook
     try:
         yield
-        sys.excepthook = before
     except ValueError as error:
         found = re.search(r"os_error_code='(\d+)'", str(error))
         if not found and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
         code = int(found[1]) if found else errno.ENOSPC
         raise OSError(code, os.strerror(code), str(path)) from error
     finally:
