@@ -78,7 +78,7 @@ def weights_plus_adapters(
     num_in = weights[0].shape[1]
     buffer: tuple[jax.Array, ...] = ()
     first_row = 0
-    for weight, a, b in zip(weights, lora_a, lora_b, strict=True):
+    for weight, a, b in zip(map(QuantizedWeight.one_layer, weights), lora_a, lora_b, strict=True):
         # Tensor-core products have at least 16 terms, and tiles are powers of two.
         rank = max(16, pl.next_power_of_2(a.shape[0]))
         a = jnp.pad(a.astype(dtype), ((0, rank - a.shape[0]), (0, 0))).reshape(-1)

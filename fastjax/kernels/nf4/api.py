@@ -58,11 +58,11 @@ def dequantize(
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "out in"]:
-    """The [out, in] matrix that a 4-bit weight stands for: table[code] * block scale, in float32, rounded once.
+    """The [out, in] matrix that a 4-bit weight stands for: table[code] * scale in float32, rounded to weight.dtype.
 
     Args:
       weight: one layer's QuantizedWeight.
-      dtype: bfloat16, float16 or float32; None takes weight.dtype.
+      dtype: bfloat16, float16 or float32, to which the values are cast in turn; None takes weight.dtype.
       implementation: "pallas_triton" or "reference"; None takes the first that can run here, a name is used or fails.
       interpret: run the Pallas kernel in jax's interpreter, on any device.
     Raises: ValueError for a weight that breaks its invariants, a stacked weight, another dtype, or an unknown
@@ -81,9 +81,7 @@ def dequantize(
 
 
 def check_one_layer(weight: QuantizedWeight) -> None:
-    """Raises: ValueError for a weight that breaks its invariants, or that still has its layer axis."""
+    """Raises: ValueError for a weight that breaks its invariants, or a stack without a chosen layer."""
     weight.check()
-    if weight.codes.ndim != (2 if weight.shape[1] % BLOCK_SIZE == 0 else 1):
-        raise ValueError(
-            f"codes {weight.codes.shape} hold {weight.codes.shape[0]} layers; take one, jax.tree.map(lambda x: x[i], w)"
-        )
+    if weight.layer is None and weight.codes.ndim != (2 if weight.shape[1] % BLOCK_SIZE == 0 else 1):
+        raise ValueError(f"codes {weight.codes.shape} hold {weight.codes.shape[0]} layers; take one, weight.at(i)")

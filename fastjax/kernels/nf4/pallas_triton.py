@@ -80,6 +80,7 @@ def dequantize_pallas(
     weight: QuantizedWeight, dtype: jnp.dtype, *, tiles: Tiles | None = None, interpret: bool = False
 ) -> jax.Array:
     """See `fastjax.kernels.nf4.dequantize`."""
+    weight = weight.one_layer()
     tiles = tiles or dequantize_tiles()
     size = weight.shape[0] * weight.shape[1]
     num_blocks = pl.cdiv(size, BLOCK_SIZE)
@@ -124,7 +125,7 @@ def dequantize_joined(
     num_in = weights[0].shape[1]
     buffer: tuple[jax.Array, ...] = ()
     first_row = 0
-    for weight in weights:
+    for weight in map(QuantizedWeight.one_layer, weights):
         assert weight.shape[1] == num_in and num_in % BLOCK_SIZE == 0
         operands = (weight.codes.reshape(-1), jnp.asarray(CODES[weight.quant_type]), *absmax_operands(weight), *buffer)
         kernel = partial(_joined_kernel, shape=weight.shape, first_row=first_row, tiles=tiles, has_buffer=bool(buffer))

@@ -5,7 +5,7 @@ code_i    = number of decision bounds below w_i / absmax_j              (on a bo
 offset    = mean_j absmax_j
 scale_b   = max |absmax_j - offset| over the 256 blocks of nested block b
 absmax code_j = nearest dynamic-map code of (absmax_j - offset) / scale_b, through a table of 65536 steps
-w_i       = table[code_i] * (nested_table[absmax code_j] * scale_b + offset)
+w_i       = table[code_i] * (nested_table[absmax code_j] * scale_b + offset), rounded to the weight's dtype
 """
 
 import jax
@@ -44,6 +44,7 @@ def block_absmax(weight: QuantizedWeight) -> jax.Array:
 
 def dequantize_reference(weight: QuantizedWeight, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """See `fastjax.kernels.nf4.dequantize`."""
+    weight = weight.one_layer()
     size = weight.shape[0] * weight.shape[1]
     codes = weight.codes.reshape(-1)
     nibbles = jnp.stack([codes >> 4, codes & 15], axis=-1).reshape(-1)[:size]
@@ -53,7 +54,7 @@ def dequantize_reference(weight: QuantizedWeight, dtype: jax.typing.DTypeLike | 
         values = (values.reshape(-1, BLOCK_SIZE) * absmax[:, None]).reshape(-1)
     else:
         values = values * jnp.repeat(absmax, BLOCK_SIZE)[:size]
-    return values.astype(dtype or weight.dtype).reshape(weight.shape)
+    return values.astype(weight.dtype).astype(dtype or weight.dtype).reshape(weight.shape)
 
 
 def quantize_reference(

@@ -1,6 +1,6 @@
 """A 4-bit weight as one pytree; its bytes are bitsandbytes'."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,14 +13,14 @@ from fastjax.kernels.nf4.tables import BLOCK_SIZE, CODES, NESTED_BLOCK_SIZE
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("codes", "absmax", "nested_scale", "nested_offset", "nested_table"),
+    data_fields=("codes", "absmax", "nested_scale", "nested_offset", "nested_table", "layer"),
     meta_fields=("shape", "quant_type", "dtype"),
 )
 @dataclass(frozen=True)
 class QuantizedWeight:
     """One [out, in] matrix in blocks of 64 along its row-major elements, or a stack of such for a layer scan.
 
-    value[i] = table[code[i]] * absmax[i // 64]
+    value[i] = table[code[i]] * absmax[i // 64], rounded to `dtype`
     absmax[j] = nested_table[absmax code[j]] * nested_scale[j // 256] + nested_offset, or float32 when not nested
 
     Invariants (`check` proves them): two codes a byte, the earlier element in the high nibble; an odd number of
@@ -36,7 +36,9 @@ class QuantizedWeight:
       nested_table: float32 [256].
       shape: (out, in).
       quant_type: "nf4" or "fp4".
-      dtype: of the weight before it was quantised, and of `dequantize`'s result unless told otherwise.
+      dtype: of the weight before it was quantised; the values that it stands for are rounded to it.
+      layer: int32 scalar, or None. With it the arrays keep their layer axis and the weight is that layer of them (see
+        `at`): a kernel reads its bytes where they lie, and no scan has to copy them out of the stack first.
     """
 
     codes: jax.Array
@@ -47,6 +49,7 @@ class QuantizedWeight:
     shape: tuple[int, int]
     quant_type: str
     dtype: np.dtype
+    layer: jax.Array | None = None
 
     @property
     def nested(self) -> bool:
@@ -56,6 +59,17 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         """Bytes of all arrays, layers included."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def at(self, layer: jax.Array | int) -> "QuantizedWeight":
+        """One layer of a stack, without a copy."""
+        return replace(self, layer=jnp.asarray(layer, jnp.int32))
+
+    def one_layer(self) -> "QuantizedWeight":
+        """This weight with arrays of its own: where `layer` is set, that layer is copied out of the stack."""
+        if self.layer is None:
+            return self
+        stack = replace(self, layer=None)
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, self.layer, keepdims=False), stack)
 
     def check(self) -> "QuantizedWeight":
         """This weight.
@@ -71,6 +85,8 @@ class QuantizedWeight:
         layers = self.codes.shape[: self.codes.ndim - len(expected["codes"][0])]
         if len(layers) > 1:
             raise ValueError(f"codes {self.codes.shape}: expected {expected['codes'][0]} and at most one layer axis")
+        if self.layer is not None and not layers:
+            raise ValueError(f"layer={self.layer} of codes {self.codes.shape}, which have no layer axis")
         for name, (shape, dtype) in expected.items():
             array = getattr(self, name)
             if array is None:

@@ -262,6 +262,7 @@ def quant_matmul_pallas(
 
     adapter: (xa [M, R], B [out, R]) in x's dtype, or None.
     """
+    weight = weight.one_layer()
     num_rows, num_in = x.shape
     num_out = weight.shape[0]
     exact = x.dtype == jnp.float32
@@ -337,6 +338,7 @@ def quant_matmul_gradient_pallas(
     dout: jax.Array, weight: QuantizedWeight, *, tiles: GradientTiles | None = None, interpret: bool = False
 ) -> jax.Array:
     """dout [M, out] . W, [M, in] in dout's dtype."""
+    weight = weight.one_layer()
     num_rows = dout.shape[0]
     num_in = weight.shape[1]
     tiles = tiles or gradient_tiles(num_rows)
