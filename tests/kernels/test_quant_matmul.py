@@ -16,7 +16,8 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3}
 
 def inputs(num_rows, num_out, num_in, dtype, quant_type="nf4", nested=True):
     keys = jax.random.split(jax.random.key(num_rows), 3)
-    weight = quantize(jax.random.normal(keys[0], (num_out, num_in)) * 0.05, quant_type=quant_type, nested=nested)
+    values = jax.random.normal(keys[0], (num_out, num_in), dtype) * 0.05
+    weight = quantize(values, quant_type=quant_type, nested=nested)
     x = jax.random.normal(keys[1], (num_rows, num_in)).astype(dtype)
     return x, weight, jax.random.normal(keys[2], (num_rows, num_out)).astype(dtype)
 
@@ -62,6 +63,32 @@ def test_half_of_the_codes_through_a_table_in_memory(interpret):
     tiles = Tiles(rows=1, out=16, blocks=2, unroll=1, splits=2, num_warps=4, lookups=True)
     y = quant_matmul_pallas(x, weight, tiles=tiles, interpret=interpret)
     close(y, np.asarray(x, np.float64) @ np.asarray(dequantize(weight, jnp.float32), np.float64).T, "bfloat16")
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_layer_is_read_where_it_lies_in_the_stack(num_rows, nested, interpret):
+    x, first, dout = inputs(num_rows, 33, 192, "bfloat16", nested=nested)
+    second = inputs(num_rows + 1, 33, 192, "bfloat16", nested=nested)[1]
+    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), first, second)
+    options = {"implementation": "pallas_triton", "interpret": interpret}
+
+    @jax.jit
+    def both(weight):
+        y, vjp = jax.vjp(lambda x: quant_matmul(x, weight, **options), x)
+        return y, vjp(dout)[0]
+
+    for i, layer in enumerate((first, second)):
+        jax.tree.map(np.testing.assert_array_equal, both(stack.at(i)), both(layer))
+
+
+def test_float32_over_a_narrower_weight_sees_its_rounded_values():
+    x, weight, _ = inputs(2, 33, 128, "float32")
+    narrow = quantize(dequantize(weight).astype(jnp.bfloat16))
+    y = quant_matmul(x, narrow, interpret=True)
+    close(y, np.asarray(x, np.float64) @ np.asarray(dequantize(narrow), np.float64).T, "float32")
+    with pytest.raises(NotImplementedError, match="does not round what it decodes to bfloat16"):
+        quant_matmul(x, narrow, implementation="pallas_triton", interpret=True)
 
 
 def test_leading_dims_stay_and_the_weight_gets_no_gradient():

@@ -22,20 +22,41 @@ from fastjax.kernels.nf4.weight import QuantizedWeight
 _HALF = BLOCK_SIZE // 2
 
 
+def indexable(weight: QuantizedWeight) -> QuantizedWeight:
+    """This weight; or its layer copied out of the stack, where a kernel could not index the stack.
+
+    Pallas indexes arrays of more than 2^32 bytes with 64 bits and all others with 32 bits, which are signed.
+    """
+    num_bytes = weight.codes.size
+    return weight.one_layer() if 2**31 <= num_bytes <= 2**32 else weight
+
+
+def codes_operand(weight: QuantizedWeight) -> jax.Array:
+    """uint8 [layers, bytes of one layer]; `layer_index` says which row is the weight."""
+    return weight.codes.reshape(1 if weight.layer is None else len(weight.codes), -1)
+
+
 def absmax_operands(weight: QuantizedWeight) -> tuple[jax.Array, ...]:
-    """What a kernel needs to decode block scales with `load_absmax`, flat."""
-    if weight.nested_scale is None or weight.nested_table is None or weight.nested_offset is None:
-        return (weight.absmax.reshape(-1),)
-    return (weight.absmax.reshape(-1), weight.nested_scale, weight.nested_offset.reshape(1), weight.nested_table)
+    """What a kernel needs to decode block scales with `load_absmax`: [layers, ...] each, then weight.layer, if any."""
+    fields = (weight.absmax, weight.nested_scale, weight.nested_offset, weight.nested_table)
+    layers = 1 if weight.layer is None else len(weight.codes)
+    operands = tuple(field.reshape(layers, -1) for field in fields if field is not None)
+    return operands if weight.layer is None else (*operands, weight.layer.reshape(1))
+
+
+def layer_index(absmax_refs) -> jax.Array | int:
+    """The row of the codes and of the block scales that is the weight; refs as from `absmax_operands`."""
+    return 0 if len(absmax_refs) in (1, 4) else absmax_refs[-1][0]
 
 
 def load_absmax(refs, block: jax.Array) -> jax.Array:
-    """float32 scales of the blocks with these flat indices; refs as from `absmax_operands`."""
-    if len(refs) == 1:
-        return plgpu.load(refs[0].at[block])
-    absmax_ref, scale_ref, offset_ref, table_ref = refs
-    value = plgpu.load(table_ref.at[plgpu.load(absmax_ref.at[block]).astype(jnp.int32)])
-    return decode_absmax(value, plgpu.load(scale_ref.at[block // NESTED_BLOCK_SIZE]), offset_ref[0])
+    """float32 scales of the blocks with these indices in one layer; refs as from `absmax_operands`."""
+    layer = layer_index(refs)
+    if len(refs) <= 2:
+        return plgpu.load(refs[0].at[layer, block])
+    absmax_ref, scale_ref, offset_ref, table_ref = refs[:4]
+    value = plgpu.load(table_ref.at[layer, plgpu.load(absmax_ref.at[layer, block]).astype(jnp.int32)])
+    return decode_absmax(value, plgpu.load(scale_ref.at[layer, block // NESTED_BLOCK_SIZE]), offset_ref[layer, 0])
 
 
 def lookup(table_ref, codes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -49,13 +70,14 @@ def interleave(even: jax.Array, odd: jax.Array) -> jax.Array:
     return jnp.stack([even, odd], axis=-1).reshape(*even.shape[:-1], 2 * even.shape[-1])
 
 
-def _dequantize_kernel(codes_ref, table_ref, *refs, size: int, tiles: Tiles):
+def _dequantize_kernel(codes_ref, table_ref, *refs, size: int, weight_dtype: jnp.dtype, tiles: Tiles):
     """Owns tiles.num_steps * tiles.num_blocks blocks: bytes [blocks, 32] in, [blocks, 64] out.
 
     Programs past the end do the last block again, and write what is there already. Only where the last block is
     partial are loads and stores masked.
     """
     *absmax_refs, out_ref = refs
+    layer = layer_index(absmax_refs)
     last_block = (size - 1) // BLOCK_SIZE
     for step in range(tiles.num_steps):
         first = (pl.program_id(0) * tiles.num_steps + step) * tiles.num_blocks
@@ -64,15 +86,15 @@ def _dequantize_kernel(codes_ref, table_ref, *refs, size: int, tiles: Tiles):
         element = block[:, None] * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)
         whole = size % BLOCK_SIZE == 0
         inside = None if whole else byte < (size + 1) // 2
-        codes = plgpu.load(codes_ref.at[byte], mask=inside, other=None if whole else 0)
-        values = _block_values(codes, table_ref, load_absmax(absmax_refs, block), out_ref.dtype)
+        codes = plgpu.load(codes_ref.at[layer, byte], mask=inside, other=None if whole else 0)
+        values = block_values(codes, table_ref, load_absmax(absmax_refs, block), weight_dtype).astype(out_ref.dtype)
         plgpu.store(out_ref.at[element], values, mask=None if whole else element < size)
 
 
-def _block_values(codes: jax.Array, table_ref, absmax: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """[blocks, 32] bytes to [blocks, 64] values."""
-    high, low = lookup(table_ref, codes)
-    return interleave((high * absmax[:, None]).astype(dtype), (low * absmax[:, None]).astype(dtype))
+def block_values(codes: jax.Array, table_ref, absmax: jax.Array, weight_dtype: jnp.dtype) -> jax.Array:
+    """[..., blocks, 32] bytes and [..., blocks] scales to [..., blocks, 64] values, rounded to the weight's dtype."""
+    high, low = (value * absmax[..., None] for value in lookup(table_ref, codes))
+    return interleave(high.astype(weight_dtype), low.astype(weight_dtype))
 
 
 @partial(jax.jit, static_argnames=("dtype", "tiles", "interpret"))
@@ -80,31 +102,40 @@ def dequantize_pallas(
     weight: QuantizedWeight, dtype: jnp.dtype, *, tiles: Tiles | None = None, interpret: bool = False
 ) -> jax.Array:
     """See `fastjax.kernels.nf4.dequantize`."""
-    weight = weight.one_layer()
+    weight = indexable(weight)
     tiles = tiles or dequantize_tiles()
     size = weight.shape[0] * weight.shape[1]
     num_blocks = pl.cdiv(size, BLOCK_SIZE)
     return pl.pallas_call(
-        partial(_dequantize_kernel, size=size, tiles=tiles),
+        partial(_dequantize_kernel, size=size, weight_dtype=weight.dtype, tiles=tiles),
         out_shape=jax.ShapeDtypeStruct((size,), dtype),
         grid=(pl.cdiv(num_blocks, tiles.num_blocks * tiles.num_steps),),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
         interpret=interpret,
         name="nf4_dequantize",
-    )(weight.codes.reshape(-1), jnp.asarray(CODES[weight.quant_type]), *absmax_operands(weight)).reshape(weight.shape)
+    )(codes_operand(weight), jnp.asarray(CODES[weight.quant_type]), *absmax_operands(weight)).reshape(weight.shape)
 
 
-def _joined_kernel(codes_ref, table_ref, *refs, shape: tuple[int, int], first_row: int, tiles: Tiles, has_buffer: bool):
+def _joined_kernel(
+    codes_ref,
+    table_ref,
+    *refs,
+    shape: tuple[int, int],
+    weight_dtype: jnp.dtype,
+    first_row: int,
+    tiles: Tiles,
+    has_buffer: bool,
+):
     """As `_dequantize_kernel`, into rows first_row... of a matrix that may have more columns than the weight."""
     *absmax_refs, out_ref = refs
     absmax_refs = absmax_refs[: len(absmax_refs) - has_buffer]
     blocks_per_row = shape[1] // BLOCK_SIZE
     last_block = shape[0] * blocks_per_row - 1
     block = jnp.minimum(pl.program_id(0) * tiles.num_blocks + jnp.arange(tiles.num_blocks), last_block)
-    codes = plgpu.load(codes_ref.at[block[:, None] * _HALF + jnp.arange(_HALF)])
+    codes = plgpu.load(codes_ref.at[layer_index(absmax_refs), block[:, None] * _HALF + jnp.arange(_HALF)])
     row = block // blocks_per_row
     column = (block - row * blocks_per_row)[:, None] * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)
-    values = _block_values(codes, table_ref, load_absmax(absmax_refs, block), out_ref.dtype)
+    values = block_values(codes, table_ref, load_absmax(absmax_refs, block), weight_dtype).astype(out_ref.dtype)
     plgpu.store(out_ref.at[(first_row + row)[:, None], column], values)
 
 
@@ -125,10 +156,17 @@ def dequantize_joined(
     num_in = weights[0].shape[1]
     buffer: tuple[jax.Array, ...] = ()
     first_row = 0
-    for weight in map(QuantizedWeight.one_layer, weights):
+    for weight in map(indexable, weights):
         assert weight.shape[1] == num_in and num_in % BLOCK_SIZE == 0
-        operands = (weight.codes.reshape(-1), jnp.asarray(CODES[weight.quant_type]), *absmax_operands(weight), *buffer)
-        kernel = partial(_joined_kernel, shape=weight.shape, first_row=first_row, tiles=tiles, has_buffer=bool(buffer))
+        operands = (codes_operand(weight), jnp.asarray(CODES[weight.quant_type]), *absmax_operands(weight), *buffer)
+        kernel = partial(
+            _joined_kernel,
+            shape=weight.shape,
+            weight_dtype=weight.dtype,
+            first_row=first_row,
+            tiles=tiles,
+            has_buffer=bool(buffer),
+        )
         num_blocks = weight.shape[0] * num_in // BLOCK_SIZE
         out = pl.pallas_call(
             kernel,

@@ -56,6 +56,13 @@ class QuantizedWeight:
         return self.nested_scale is not None
 
     @property
+    def stack(self) -> tuple[int, ...]:
+        """(number of layers,) of a stack, () of one layer."""
+        if self.layer is not None:
+            return ()
+        return self.codes.shape[: self.codes.ndim - (2 if self.shape[1] % BLOCK_SIZE == 0 else 1)]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays, layers included."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))

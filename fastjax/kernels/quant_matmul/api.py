@@ -42,18 +42,20 @@ def quant_matmul(
     if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x {x.shape} and weight {weight.shape}: expected [..., in] and (out, in)")
     rows = x.reshape(-1, x.shape[-1])
-    implementation = choose("quant_matmul", implementation, implementations(len(rows), weight, interpret))
+    implementation = choose("quant_matmul", implementation, implementations(rows, weight, interpret))
     return _quant_matmul(rows, weight, implementation, interpret).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def implementations(num_rows: int, weight: QuantizedWeight, interpret: bool) -> dict[str, str | None]:
-    """Name -> why it cannot run here, or None; the faster first."""
+def implementations(x: jax.Array, weight: QuantizedWeight, interpret: bool) -> dict[str, str | None]:
+    """Name -> why it cannot run here, or None; the faster first. x is [M, in]."""
     reason = triton_reason(interpret)
     fused = reason
     if weight.shape[1] % BLOCK_SIZE != 0:
         fused = f"takes `in` in multiples of {BLOCK_SIZE}; this weight has in={weight.shape[1]}"
+    elif x.dtype == jnp.float32 and weight.dtype != jnp.float32:
+        fused = f"does not round what it decodes to {weight.dtype}, as float32 x over a weight of that dtype would show"
     reasons: dict[str, str | None] = {"pallas_triton": fused, "dequantize": reason, "reference": None}
-    if not fused_is_faster(num_rows):
+    if not fused_is_faster(len(x)):
         reasons = {"dequantize": reason, "pallas_triton": fused, "reference": None}
     return reasons
 

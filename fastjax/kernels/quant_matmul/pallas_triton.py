@@ -21,12 +21,26 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from fastjax.kernels.nf4.pallas_triton import absmax_operands, interleave, load_absmax, lookup
+from fastjax.kernels.nf4.pallas_triton import (
+    absmax_operands,
+    block_values,
+    codes_operand,
+    indexable,
+    layer_index,
+    load_absmax,
+    lookup,
+)
 from fastjax.kernels.nf4.tables import BLOCK_SIZE, CODES
 from fastjax.kernels.nf4.weight import QuantizedWeight
 from fastjax.kernels.quant_matmul.blocks import GradientTiles, Tiles, forward_tiles, gradient_tiles
 
 _WORDS = BLOCK_SIZE // 8
+
+
+def words_operand(weight: QuantizedWeight) -> jax.Array:
+    """uint32 [layers, words of one layer] of the codes: the same bytes."""
+    codes = codes_operand(weight)
+    return jax.lax.bitcast_convert_type(codes.reshape(len(codes), -1, 4), jnp.uint32)
 
 
 def _byte_permute(low, high, selector, interpret: bool) -> jax.Array:
@@ -169,6 +183,7 @@ def _vector_kernel(
     column = pl.program_id(0) * tiles.out + jnp.arange(tiles.out)
     row = jnp.minimum(column, num_out - 1)
     word = jnp.arange(_WORDS)
+    layer = layer_index(absmax_refs)
     table = _load_table(table_ref, exact)
     num_steps = pl.cdiv(num_blocks, tiles.splits * tiles.blocks * tiles.unroll)
     whole = num_steps * tiles.splits * tiles.blocks * tiles.unroll == num_blocks
@@ -178,7 +193,7 @@ def _vector_kernel(
         first = (part * num_steps + i) * tiles.blocks * tiles.unroll
         blocks = [first + u * tiles.blocks + jnp.arange(tiles.blocks) for u in range(tiles.unroll)]
         places = [row[:, None] * num_blocks + _clamped(b, num_blocks, whole) for b in blocks]
-        words = [plgpu.load(words_ref.at[place[:, :, None] * _WORDS + word]) for place in places]
+        words = [plgpu.load(words_ref.at[layer, place[:, :, None] * _WORDS + word]) for place in places]
         scales = [_masked_scale(absmax_refs, row, b, num_blocks, whole) for b in blocks]
         for block, word_tile, scale in zip(blocks, words, scales, strict=True):
             values = _decode(word_tile, table_ref, table, tiles, exact, interpret)
@@ -220,6 +235,7 @@ def _matrix_kernel(
     x_row = pl.program_id(2) * tiles.rows + jnp.arange(tiles.rows)
     x_row_inside = jnp.minimum(x_row, num_rows - 1)[:, None]
     word = jnp.arange(_WORDS)
+    layer = layer_index(absmax_refs)
     table = _load_table(table_ref, exact)
     num_steps = pl.cdiv(num_blocks, tiles.splits * tiles.blocks)
     whole = num_steps * tiles.splits * tiles.blocks == num_blocks
@@ -229,7 +245,7 @@ def _matrix_kernel(
         first = (part * num_steps + i) * tiles.blocks
         block = first + jnp.arange(tiles.blocks)
         place = row[:, None] * num_blocks + _clamped(block, num_blocks, whole)
-        words = plgpu.load(words_ref.at[place[:, :, None] * _WORDS + word])
+        words = plgpu.load(words_ref.at[layer, place[:, :, None] * _WORDS + word])
         values = _decode(words, table_ref, table, tiles, exact, interpret)
         scale = _masked_scale(absmax_refs, row, block, num_blocks, whole)[:, :, None]
         x_word = first * _WORDS + jnp.arange(tiles.blocks * _WORDS)
@@ -262,7 +278,6 @@ def quant_matmul_pallas(
 
     adapter: (xa [M, R], B [out, R]) in x's dtype, or None.
     """
-    weight = weight.one_layer()
     num_rows, num_in = x.shape
     num_out = weight.shape[0]
     exact = x.dtype == jnp.float32
@@ -296,7 +311,7 @@ def quant_matmul_pallas(
         name="quant_matmul_vector" if is_vector else "quant_matmul_matrix",
     )(
         planes.reshape(-1),
-        jax.lax.bitcast_convert_type(weight.codes.reshape(-1, 4), jnp.uint32),
+        words_operand(weight),
         jnp.asarray(table),
         *absmax_operands(weight),
         *operands,
@@ -304,9 +319,12 @@ def quant_matmul_pallas(
     return parts[0] if tiles.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
 
 
-def _gradient_kernel(dout_ref, codes_ref, table_ref, *refs, shape, num_rows: int, tiles: GradientTiles):
+def _gradient_kernel(
+    dout_ref, codes_ref, table_ref, *refs, shape, weight_dtype: jnp.dtype, num_rows: int, tiles: GradientTiles
+):
     """Owns dx[rows, blocks * 64 columns], float32; the sum runs over W's rows, tiles.out at a time."""
     *absmax_refs, dx_ref = refs
+    layer = layer_index(absmax_refs)
     num_out, num_in = shape
     num_blocks = num_in // BLOCK_SIZE
     block = jnp.minimum(pl.program_id(0) * tiles.blocks + jnp.arange(tiles.blocks), num_blocks - 1)
@@ -318,11 +336,10 @@ def _gradient_kernel(dout_ref, codes_ref, table_ref, *refs, shape, num_rows: int
         inside = row < num_out
         row = jnp.minimum(row, num_out - 1)
         place = row[:, None, None] * num_blocks + block[None, :, None]
-        codes = plgpu.load(codes_ref.at[place * (BLOCK_SIZE // 2) + jnp.arange(BLOCK_SIZE // 2)])
-        scale = load_absmax(absmax_refs, row[:, None] * num_blocks + block)[:, :, None]
-        high, low = lookup(table_ref, codes)
+        codes = plgpu.load(codes_ref.at[layer, place * (BLOCK_SIZE // 2) + jnp.arange(BLOCK_SIZE // 2)])
+        scale = load_absmax(absmax_refs, row[:, None] * num_blocks + block)
         dout = plgpu.load(dout_ref.at[x_row_inside * num_out + row], mask=inside[None] & (x_row_inside >= 0), other=0.0)
-        weight = interleave((high * scale).astype(dout.dtype), (low * scale).astype(dout.dtype))
+        weight = block_values(codes, table_ref, scale, weight_dtype).astype(dout.dtype)
         weight = weight.reshape(tiles.out, tiles.blocks * BLOCK_SIZE)
         precision = jax.lax.Precision.HIGHEST if dout.dtype == jnp.float32 else None
         return total + jnp.dot(dout, weight, precision=precision, preferred_element_type=jnp.float32)
@@ -338,15 +355,15 @@ def quant_matmul_gradient_pallas(
     dout: jax.Array, weight: QuantizedWeight, *, tiles: GradientTiles | None = None, interpret: bool = False
 ) -> jax.Array:
     """dout [M, out] . W, [M, in] in dout's dtype."""
-    weight = weight.one_layer()
+    weight = indexable(weight)
     num_rows = dout.shape[0]
     num_in = weight.shape[1]
     tiles = tiles or gradient_tiles(num_rows)
     return pl.pallas_call(
-        partial(_gradient_kernel, shape=weight.shape, num_rows=num_rows, tiles=tiles),
+        partial(_gradient_kernel, shape=weight.shape, weight_dtype=weight.dtype, num_rows=num_rows, tiles=tiles),
         out_shape=jax.ShapeDtypeStruct((num_rows, num_in), dout.dtype),
         grid=(pl.cdiv(num_in, tiles.blocks * BLOCK_SIZE), pl.cdiv(num_rows, tiles.rows)),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
         interpret=interpret,
         name="quant_matmul_gradient",
-    )(dout.reshape(-1), weight.codes.reshape(-1), jnp.asarray(CODES[weight.quant_type]), *absmax_operands(weight))
+    )(dout.reshape(-1), codes_operand(weight), jnp.asarray(CODES[weight.quant_type]), *absmax_operands(weight))

@@ -17,6 +17,10 @@ def forward(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
     return quant_matmul(x, weight, implementation="pallas_triton")
 
 
+def forward_layer(x: jax.Array, stack: QuantizedWeight, layer: jax.Array) -> jax.Array:
+    return forward(x, stack.at(layer))
+
+
 def gradient(x: jax.Array, weight: QuantizedWeight, dout: jax.Array) -> jax.Array:
     return jax.vjp(lambda x: forward(x, weight), x)[1](dout)[0]
 
@@ -33,7 +37,11 @@ def compile_cases() -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
         x = jax.ShapeDtypeStruct((num_rows, SHAPES[name][1]), jnp.bfloat16)
         yield f"{num_rows} rows, {name}", forward, (x, abstract_weight(SHAPES[name]))
     x = jax.ShapeDtypeStruct((17, 576), jnp.float32)
-    yield "17 rows, float32", forward, (x, abstract_weight(SHAPES["SmolLM2-135M k_proj"]))
+    yield "17 rows, float32", forward, (x, abstract_weight(SHAPES["SmolLM2-135M k_proj"], dtype=jnp.float32))
+    # 9.4e9 bytes of codes: more than 32 bits index.
+    stack = abstract_weight((28672, 8192), num_layers=80)
+    arguments = (jax.ShapeDtypeStruct((1, 8192), jnp.bfloat16), stack, jax.ShapeDtypeStruct((), jnp.int32))
+    yield "1 row, a layer of Llama-3-70B gate_proj", forward_layer, arguments
     for name, num_rows in (("Llama-3-8B gate_proj", 64), ("SmolLM2-135M k_proj", 1)):
         num_out, num_in = SHAPES[name]
         x, dout = (jax.ShapeDtypeStruct((num_rows, size), jnp.bfloat16) for size in (num_in, num_out))

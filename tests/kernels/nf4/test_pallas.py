@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fastjax.kernels.nf4 import abstract_weight, dequantize, quantize
-from fastjax.kernels.nf4.pallas_triton import dequantize_joined
+from fastjax.kernels.nf4.pallas_triton import dequantize_joined, indexable
 
 
 def random_weight(shape, dtype="float32"):
@@ -30,7 +30,7 @@ def test_kernels_equal_the_reference_bit_for_bit(shape, dtype, quant_type, neste
     expected = quantize(weight, **options, implementation="reference")
     found = quantize(weight, **options, implementation="pallas_triton", interpret=interpret)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    for out in (dtype, "bfloat16"):
+    for out in (dtype, "bfloat16", "float32"):
         np.testing.assert_array_equal(
             dequantize(expected, out, implementation="pallas_triton", interpret=interpret),
             dequantize(expected, out, implementation="reference"),
@@ -58,6 +58,33 @@ def test_a_stack_of_weights_scans_layer_by_layer():
         np.testing.assert_array_equal(value, dequantize(layer))
     with pytest.raises(ValueError, match="hold 3 layers"):
         dequantize(stack)
+
+
+@pytest.mark.parametrize("shape", [(9, 128), (33, 80)])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_layer_is_read_where_it_lies_in_the_stack(shape, nested, interpret):
+    options = {"nested": nested, "implementation": "reference"}
+    layers = [quantize(random_weight(shape) * (i + 1), **options) for i in range(3)]
+    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    options = {"implementation": "pallas_triton", "interpret": interpret}
+    values = jax.jit(
+        lambda stack: jax.lax.scan(lambda carry, i: (carry, dequantize(stack.at(i), **options)), None, jnp.arange(3))[1]
+    )(stack)
+    for layer, value in zip(layers, values, strict=True):
+        np.testing.assert_array_equal(value, dequantize(layer, implementation="reference"))
+    if shape[1] % 64 == 0:
+        joined = dequantize_joined([stack.at(2), layers[0]], jnp.dtype(jnp.float32), interpret=interpret)
+        np.testing.assert_array_equal(joined, np.concatenate([values[2], values[0]]))
+
+
+def test_stacks_that_32_bits_cannot_index_are_copied_out():
+    """Pallas takes 64 bits for arrays of more than 2^32 bytes only."""
+
+    def copied(num_layers: int) -> bool:
+        stack = abstract_weight((8192, 8192), num_layers=num_layers)
+        return jax.eval_shape(lambda stack, i: indexable(stack.at(i)), stack, jnp.int32(0)).layer is None
+
+    assert not copied(63) and copied(64) and copied(80) and copied(128) and not copied(129)
 
 
 @pytest.mark.parametrize(
