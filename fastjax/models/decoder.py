@@ -14,7 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 from fastjax.kernels.attention import attention
 from fastjax.models.cache import KVCache
 from fastjax.models.config import ModelConfig
-from fastjax.models.layers import Embedding, Linear, RMSNorm, matmul
+from fastjax.models.layers import Embedding, Linear, RMSNorm, project
+from fastjax.models.products import matmul
+from fastjax.models.quantized import QuantizedParam, at_layer, matrix
 from fastjax.models.remat import checkpoint_layer
 from fastjax.models.rope import apply_rope, rope_tables
 
@@ -61,9 +63,10 @@ class Attention(nnx.Module):
         rngs: dict[str, jax.Array],
     ) -> tuple[jax.Array, KVCache | None]:
         heads = (*x.shape[:-1], -1, self.head_dim)
-        query = apply_rope(self.q_proj(x, rngs.get("q_proj")).reshape(heads), *rope)
-        key = apply_rope(self.k_proj(x, rngs.get("k_proj")).reshape(heads), *rope)
-        value = self.v_proj(x, rngs.get("v_proj")).reshape(heads)
+        names = ("q_proj", "k_proj", "v_proj")
+        query, key, value = project((self.q_proj, self.k_proj, self.v_proj), x, [rngs.get(name) for name in names])
+        query, key = apply_rope(query.reshape(heads), *rope), apply_rope(key.reshape(heads), *rope)
+        value = value.reshape(heads)
         query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
         value = checkpoint_name(value, "value")
         if cache is None:
@@ -88,8 +91,8 @@ class MLP(nnx.Module):
         self.hidden_act = config.hidden_act
 
     def __call__(self, x: jax.Array, rngs: dict[str, jax.Array]) -> jax.Array:
-        gate = checkpoint_name(self.gate_proj(x, rngs.get("gate_proj")), "gate")
-        up = checkpoint_name(self.up_proj(x, rngs.get("up_proj")), "up")
+        gate, up = project((self.gate_proj, self.up_proj), x, [rngs.get("gate_proj"), rngs.get("up_proj")])
+        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
         inner = (_activation(self.hidden_act, gate.astype(jnp.float32)) * up).astype(x.dtype)
         return self.down_proj(inner, rngs.get("down_proj"))
 
@@ -173,12 +176,12 @@ class CausalLM(nnx.Module):
             positions = jnp.broadcast_to(jnp.arange(input_ids.shape[1], dtype=jnp.int32), input_ids.shape)
         valid = None if segment_ids is None else segment_ids > 0
         rope = rope_tables(self.config.rope, self.config.head_dim, positions, valid)
-        graphdef, stacked = nnx.split(self.layers)
+        graphdef, quantized, stacked = nnx.split(self.layers, QuantizedParam, ...)
 
         def body(carry: tuple[jax.Array, KVCache | None], inputs: Any) -> Any:
             x, cache = carry
             leaves, layer = inputs
-            module = nnx.merge(graphdef, leaves)
+            module = nnx.merge(graphdef, at_layer(quantized, layer), leaves)
             out = module(
                 x, rope, dropout_rng=dropout_rng, segment_ids=segment_ids, positions=positions, cache=cache,
                 layer=layer,
@@ -192,8 +195,8 @@ class CausalLM(nnx.Module):
         return hidden if cache is None else (hidden, new_cache)
 
     def head_weight(self) -> jax.Array:
-        """The head's [V, D] weight: its own, or the embedding's where the two are tied."""
-        return self.embed_tokens.weight[...] if self.lm_head is None else self.lm_head.weight[...]
+        """The head's [V, D] weight: its own, or the embedding's where the two are tied; a 4-bit one is decoded."""
+        return self.embed_tokens.weight[...] if self.lm_head is None else matrix(self.lm_head.weight.get_value())
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of hidden states [..., D]; for a few tokens: training uses the chunked loss.

@@ -1,14 +1,20 @@
-"""The building blocks: Linear with an optional LoRA adapter, RMSNorm, Embedding.
+"""The building blocks: Linear with a float or 4-bit weight and an optional LoRA adapter, RMSNorm, Embedding.
 
 Weights have HF's layout, [out, in]. `stack` puts a leading layer dimension before every shape: a decoder holds one
 module whose leaves are stacked over layers, and scans over it; inside the scan the same module computes one layer.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from fastjax.kernels.lora import lora_matmul
+from fastjax.kernels.nf4 import QuantizedWeight
+from fastjax.models.products import low_rank, matmul
+from fastjax.models.quantized import FrozenWeight, QuantizedParam, frozen_product, full_shape
 
 _INIT_STDDEV = 0.02
 
@@ -48,8 +54,12 @@ class Lora(nnx.Module):
     def __call__(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
         return low_rank(self._dropped(x, rng), self.lora_a[...], self.lora_b[...], self.scale[...])
 
+    def drops(self, rng: jax.Array | None) -> bool:
+        """Whether dropout changes x under this key."""
+        return self.dropout != 0.0 and rng is not None
+
     def _dropped(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
-        if self.dropout == 0.0 or rng is None:
+        if rng is None or not self.drops(rng):
             return x
         keep = jax.random.bernoulli(rng, 1.0 - self.dropout, x.shape)
         return jnp.where(keep, x / (1.0 - self.dropout), 0).astype(x.dtype)
@@ -59,7 +69,8 @@ class Linear(nnx.Module):
     """y = x W^T + b, plus the adapter's update where there is one. Computes and returns in x's dtype.
 
     Attributes:
-      weight: [*stack, out, in].  bias: [*stack, out] or None.  lora: Lora or None.
+      weight: [*stack, out, in] float, or a QuantizedParam, which is never trained.
+      bias: [*stack, out] or None.  lora: Lora or None.
     """
 
     def __init__(
@@ -72,17 +83,56 @@ class Linear(nnx.Module):
         stack: tuple[int, ...] = (),
         param_dtype: Any = jnp.float32,
     ) -> None:
-        self.weight = nnx.Param(normal(rngs, (*stack, out_features, in_features), param_dtype))
+        self.weight: nnx.Variable = nnx.Param(normal(rngs, (*stack, out_features, in_features), param_dtype))
         self.bias = nnx.data(nnx.Param(jnp.zeros((*stack, out_features), param_dtype)) if bias else None)
         self.lora: Lora | None = nnx.data(None)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[*stack, out, in]."""
+        return full_shape(self.weight.get_value())
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weight, or that of some layers, is in 4 bit."""
+        return isinstance(self.weight, QuantizedParam)
+
     def __call__(self, x: jax.Array, rng: jax.Array | None = None) -> jax.Array:
-        y = matmul(x, self.weight[...])
-        if self.bias is not None:
-            y = y + self.bias[...].astype(y.dtype)
-        if self.lora is not None:
-            y = y + self.lora(x, rng)
-        return y
+        return project((self,), x, (rng,))[0]
+
+
+def project(
+    linears: Sequence[Linear], x: jax.Array, rngs: Sequence[jax.Array | None] | None = None
+) -> tuple[jax.Array, ...]:
+    """What several Linears make of the same x.
+
+    4-bit weights are decoded into one buffer for one matmul where that is faster, and their adapters join it.
+
+    Args:
+      x: [..., in].
+      rngs: the key of each adapter's dropout; None drops nothing.
+    Returns: [..., out] each, in x's dtype.
+    """
+    rngs = [None] * len(linears) if rngs is None else rngs
+    weights: list[FrozenWeight] = [linear.weight.get_value() for linear in linears]
+    adapters = [linear.lora for linear in linears]
+    packed = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    whole = [lora for lora, rng in zip(adapters, rngs, strict=True) if lora is not None and not lora.drops(rng)]
+    if len(packed) == len(whole) == len(linears):
+        outs = lora_matmul(
+            x,
+            packed,
+            [lora.lora_a[...] for lora in whole],
+            [lora.lora_b[...] for lora in whole],
+            [lora.scale[...] for lora in whole],
+        )
+    else:
+        products = [frozen_product(x, weight) for weight in weights]
+        outs = tuple(
+            y if lora is None else y + lora(x, rng) for y, lora, rng in zip(products, adapters, rngs, strict=True)
+        )
+    biases = [linear.bias for linear in linears]
+    return tuple(y if bias is None else y + bias[...].astype(y.dtype) for y, bias in zip(outs, biases, strict=True))
 
 
 class Embedding(nnx.Module):
@@ -132,58 +182,6 @@ class RMSNorm(nnx.Module):
         x32 = x.astype(jnp.float32)
         normalised = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
         return self.weight[...].astype(x.dtype) * normalised.astype(x.dtype)
-
-
-@jax.custom_vjp
-def low_rank(x: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scale: jax.Array) -> jax.Array:
-    """scale * (x A^T) B^T in x's dtype.
-
-    With h = scale x A^T and dh = scale dy B the gradients are dx = dh A, dA = dh^T x, dB = dy^T h. Only x is kept; h is
-    computed again. dB is formed as (h^T dy)^T: the large dy then is read as it lies, where XLA would otherwise
-    transpose it, and with it whatever it fuses into dy (on a CPU a quarter of the whole step). dA and dB are summed in
-    float32 over all tokens. `scale` gets no gradient.
-
-    Args:
-      x: [..., in].  lora_a: [R, in].  lora_b: [out, R].  scale: scalar.
-    Returns: [..., out].
-    """
-    return matmul((matmul(x, lora_a) * scale).astype(x.dtype), lora_b)
-
-
-def _low_rank_forward(x: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scale: jax.Array) -> Any:
-    return low_rank(x, lora_a, lora_b, scale), (x, lora_a, lora_b, scale)
-
-
-def _low_rank_backward(residuals: Any, dy: jax.Array) -> Any:
-    x, lora_a, lora_b, scale = residuals
-    rows, drows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    hidden = (matmul(rows, lora_a) * scale).astype(x.dtype)
-    dhidden = (_dot(drows, lora_b.astype(x.dtype), 1, 0, x.dtype) * scale).astype(x.dtype)
-    dx = _dot(dhidden, lora_a.astype(x.dtype), 1, 0, x.dtype).reshape(x.shape)
-    da = _dot(dhidden, rows, 0, 0, jnp.float32).astype(lora_a.dtype)
-    db = _dot(hidden, drows, 0, 0, jnp.float32).T.astype(lora_b.dtype)
-    return dx, da, db, None
-
-
-low_rank.defvjp(_low_rank_forward, _low_rank_backward)
-
-
-def matmul(x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
-    """x W^T, accumulated in float32.
-
-    Args:
-      x: [..., in].  weight: [out, in], read in x's dtype.
-      dtype: of the result; None means x's.
-    Returns: [..., out].
-    """
-    return _dot(x, weight.astype(x.dtype), x.ndim - 1, 1, x.dtype if dtype is None else dtype)
-
-
-def _dot(left: jax.Array, right: jax.Array, left_dim: int, right_dim: int, dtype: Any) -> jax.Array:
-    # On a GPU plain float32 products would be rounded to TF32; people who ask for float32 mean it.
-    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-    dimensions = (((left_dim,), (right_dim,)), ((), ()))
-    return jax.lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=dtype)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any) -> jax.Array:
