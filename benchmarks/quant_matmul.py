@@ -1,4 +1,4 @@
-"""Times products with a 4-bit weight, and the adapter over them, on this machine's GPU, as Markdown tables.
+"""Times products with a 4-bit weight on this machine's GPU, as a Markdown table.
 
 python -m benchmarks.quant_matmul
 """
@@ -8,12 +8,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks.gpu_timing import seconds_per_call
-from fastjax.kernels.lora.specs import LLAMA_3_8B, abstract_arguments, forward_and_gradients
 from fastjax.kernels.nf4 import dequantize, quantize
-from fastjax.kernels.nf4.pallas_triton import dequantize_joined
 from fastjax.kernels.nf4.specs import SHAPES
 from fastjax.kernels.quant_matmul import quant_matmul
 from fastjax.kernels.quant_matmul.reference import product
@@ -24,7 +21,6 @@ COPY_BYTES_PER_SECOND = 4.3e12
 FLOP_PER_SECOND = 687e12
 # 10 x 30 MB: more than the L2 cache holds, so that every call reads device memory.
 NUM_WEIGHTS = 10
-RANK = 16
 
 
 def compiled(functions: list) -> list:
@@ -59,37 +55,9 @@ def products() -> None:
             print(f"| {name} {shape} | {rows} | {times[0] * 1e6:.1f} | {share:.0%} | {cells} | {floor * 1e6:.1f} |")
 
 
-def frozen(x, weights, lora_a, lora_b, douts):
-    """The layer without adapters: joined weights, forward and input gradient."""
-    del lora_a, lora_b
-    ends = np.cumsum([weight.shape[0] for weight in weights])[:-1]
-    y = jnp.split(product(x, dequantize_joined(weights, x.dtype)), ends, axis=1)
-    matrix = dequantize_joined(jax.lax.optimization_barrier(weights), x.dtype)
-    return y, product(jnp.concatenate(douts, axis=1), matrix, transposed=False)
-
-
-def adapters(num_rows: int = 8192) -> None:
-    print(f"\nForward and backward of {num_rows} rows, r = {RANK}, us\n")
-    print("| projections | frozen | joined adapter | over frozen |\n|---|---|---|---|")
-    jobs = []
-    for group in LLAMA_3_8B.values():
-        x, weights, lora_a, lora_b, douts = abstract_arguments(group, num_rows, RANK)
-        keys = iter(jax.random.split(jax.random.key(0), 64))
-        random = lambda spec: jax.random.normal(next(keys), spec.shape, spec.dtype) * 0.02  # noqa: B023, E731
-        weights = tuple(quantize(jax.random.normal(next(keys), w.shape, jnp.bfloat16) * 0.02) for w in weights)
-        x, lora_a, lora_b, douts = jax.tree.map(random, (x, lora_a, lora_b, douts))
-        jobs += [(f, (x, weights, lora_a, lora_b, douts)) for f in (frozen, forward_and_gradients("joined"))]
-    functions = compiled(jobs)
-    times = [seconds_per_call(f, [job[1]], repeats=5) for f, job in zip(functions, jobs, strict=True)]
-    rows = [*zip(LLAMA_3_8B, times[::2], times[1::2], strict=True), ("all seven", sum(times[::2]), sum(times[1::2]))]
-    for name, base, adapted in rows:
-        print(f"| {name} | {base * 1e6:.0f} | {adapted * 1e6:.0f} | {adapted / base - 1:.1%} |")
-
-
 def main() -> None:
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}\n")
     products()
-    adapters()
 
 
 if __name__ == "__main__":
