@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from fastjax.kernels.lora.blocks import columns_are_cheaper
-from fastjax.kernels.lora.pallas_triton import weights_plus_adapters
+from fastjax.kernels.lora.blocks import columns_are_cheaper, one_pass_rank
+from fastjax.kernels.lora.pallas_triton import gradient_products, weights_plus_adapters
 from fastjax.kernels.nf4.pallas_triton import dequantize_joined
 from fastjax.kernels.nf4.weight import QuantizedWeight
 from fastjax.kernels.quant_matmul.reference import product
@@ -20,13 +20,12 @@ from fastjax.kernels.quant_matmul.reference import product
 _COLUMN_MULTIPLE = 64
 
 
-def block_diagonal(lora_b: Sequence[jax.Array], dtype: jnp.dtype) -> jax.Array:
-    """[sum out, sum R]: B_i on the diagonal."""
-    rank = sum(b.shape[1] for b in lora_b)
+def block_diagonal(lora_b: Sequence[jax.Array], ranks: Sequence[int], dtype: jnp.dtype) -> jax.Array:
+    """[sum out, sum ranks]: B_i on the diagonal, each padded to its rank."""
     rows, first = [], 0
-    for b in lora_b:
-        rows.append(jnp.pad(b.astype(dtype), ((0, 0), (first, rank - first - b.shape[1]))))
-        first += b.shape[1]
+    for b, rank in zip(lora_b, ranks, strict=True):
+        rows.append(jnp.pad(b.astype(dtype), ((0, 0), (first, sum(ranks) - first - b.shape[1]))))
+        first += rank
     return jnp.concatenate(rows)
 
 
@@ -39,8 +38,8 @@ def joined_forward(
 ) -> jax.Array:
     """[M, sum out]; lora_b includes the scale."""
     num_rows, num_in = x.shape
-    xa = product(x, jnp.concatenate(lora_a).astype(x.dtype))
-    b = block_diagonal(lora_b, x.dtype)
+    xa, ranks = _low_rank(x, lora_a)
+    b = block_diagonal(lora_b, ranks, x.dtype)
     if not columns_are_cheaper(num_in, len(b)):
         return product(x, dequantize_joined(weights, x.dtype, interpret=interpret)) + product(xa, b)
     extra = -(-xa.shape[1] // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
@@ -59,17 +58,37 @@ def joined_backward(
     interpret: bool,
 ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
     """(dx, float32 dA_i, float32 dB_i of the B_i that include the scale) for dout [M, sum out]."""
-    a = jnp.concatenate(lora_a).astype(x.dtype)
-    t = product(dout, block_diagonal(lora_b, x.dtype), transposed=False)
     dx = product(dout, weights_plus_adapters(weights, lora_a, lora_b, x.dtype, interpret=interpret), transposed=False)
-    da, db = transposed_product(t, x), transposed_product(dout, product(x, a))
+    xa, ranks = _low_rank(x, lora_a)
+    if rank := one_pass_rank(max(map(len, lora_a)), x.dtype):
+        b = jnp.concatenate([_padded(one_b, 1, rank) for one_b in lora_b]).astype(x.dtype)
+        t, db = gradient_products(dout, xa, b, [len(one_b) for one_b in lora_b], interpret=interpret)
+    else:
+        t = product(dout, block_diagonal(lora_b, ranks, x.dtype), transposed=False)
+        db = transposed_product(dout, xa)
+    da = transposed_product(t, x)
     das, dbs, row, column = [], [], 0, 0
-    for one_a, one_b in zip(lora_a, lora_b, strict=True):
-        rank, num_out = len(one_a), len(one_b)
-        das.append(da[column : column + rank])
-        dbs.append(db[row : row + num_out, column : column + rank])
-        row, column = row + num_out, column + rank
+    for one_a, one_b, one_rank in zip(lora_a, lora_b, ranks, strict=True):
+        das.append(da[column : column + len(one_a)])
+        first = 0 if rank else column
+        dbs.append(db[row : row + len(one_b), first : first + len(one_a)])
+        row, column = row + len(one_b), column + one_rank
     return dx, das, dbs
+
+
+def _low_rank(x: jax.Array, lora_a: Sequence[jax.Array]) -> tuple[jax.Array, list[int]]:
+    """x . A of all projections side by side, and how many columns each has, padding included."""
+    rank = one_pass_rank(max(map(len, lora_a)), x.dtype)
+    ranks = [rank or len(a) for a in lora_a]
+    a = jnp.concatenate([_padded(a, 0, columns) for a, columns in zip(lora_a, ranks, strict=True)])
+    return product(x, a.astype(x.dtype)), ranks
+
+
+def _padded(array: jax.Array, axis: int, size: int) -> jax.Array:
+    """Zeros at the end of the axis up to this size."""
+    padding = [(0, 0), (0, 0)]
+    padding[axis] = (0, size - array.shape[axis])
+    return jnp.pad(array, padding)
 
 
 def transposed_product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -12,11 +12,19 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from fastjax.kernels.lora.blocks import SumTiles, sum_tiles
-from fastjax.kernels.nf4.pallas_triton import absmax_operands, interleave, load_absmax, lookup
+from fastjax.kernels.lora.blocks import GradientTiles, SumTiles, gradient_tiles, sum_tiles
+from fastjax.kernels.nf4.pallas_triton import (
+    absmax_operands,
+    block_values,
+    codes_operand,
+    indexable,
+    layer_index,
+    load_absmax,
+)
 from fastjax.kernels.nf4.tables import BLOCK_SIZE, CODES
 from fastjax.kernels.nf4.weight import QuantizedWeight
 
@@ -30,24 +38,24 @@ def _sum_kernel(
     lora_b_ref,
     *refs,
     shape: tuple[int, int],
+    weight_dtype: jnp.dtype,
     first_row: int,
     rank: int,
     tiles: SumTiles,
     has_buffer: bool,
 ):
-    """Owns [rows, blocks * 64] of one weight: decodes them as float32, adds B[rows] . A[:, columns]."""
+    """Owns [rows, blocks * 64] of one weight: decodes them, adds B[rows] . A[:, columns] in float32."""
     *absmax_refs, out_ref = refs
     absmax_refs = absmax_refs[: len(absmax_refs) - has_buffer]
     num_out, num_in = shape
     num_blocks = num_in // BLOCK_SIZE
     # Tiles past the end are moved back inside: what two programs write there is the same.
-    row = jnp.minimum(pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows), num_out - 1)
-    block = jnp.minimum(pl.program_id(1) * tiles.blocks + jnp.arange(tiles.blocks), num_blocks - 1)
+    row = jnp.minimum(pl.program_id(1) * tiles.rows + jnp.arange(tiles.rows), num_out - 1)
+    block = jnp.minimum(pl.program_id(0) * tiles.blocks + jnp.arange(tiles.blocks), num_blocks - 1)
     place = row[:, None] * num_blocks + block
-    codes = plgpu.load(codes_ref.at[place[:, :, None] * _HALF + jnp.arange(_HALF)])
-    scale = load_absmax(absmax_refs, place)[:, :, None]
-    high, low = lookup(table_ref, codes)
-    values = interleave(high * scale, low * scale).reshape(tiles.rows, tiles.blocks * BLOCK_SIZE)
+    codes = plgpu.load(codes_ref.at[layer_index(absmax_refs), place[:, :, None] * _HALF + jnp.arange(_HALF)])
+    values = block_values(codes, table_ref, load_absmax(absmax_refs, place), weight_dtype)
+    values = values.reshape(tiles.rows, tiles.blocks * BLOCK_SIZE).astype(jnp.float32)
     column = (block[:, None] * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)).reshape(tiles.blocks * BLOCK_SIZE)
     index = jnp.arange(rank)
     lora_b = plgpu.load(lora_b_ref.at[row[:, None] * rank + index])
@@ -78,24 +86,25 @@ def weights_plus_adapters(
     num_in = weights[0].shape[1]
     buffer: tuple[jax.Array, ...] = ()
     first_row = 0
-    for weight, a, b in zip(map(QuantizedWeight.one_layer, weights), lora_a, lora_b, strict=True):
+    for weight, a, b in zip(map(indexable, weights), lora_a, lora_b, strict=True):
         # Tensor-core products have at least 16 terms, and tiles are powers of two.
         rank = max(16, pl.next_power_of_2(a.shape[0]))
         a = jnp.pad(a.astype(dtype), ((0, rank - a.shape[0]), (0, 0))).reshape(-1)
         b = jnp.pad(b.astype(dtype), ((0, 0), (0, rank - b.shape[1]))).reshape(-1)
         table = jnp.asarray(CODES[weight.quant_type])
-        operands = (weight.codes.reshape(-1), table, a, b, *absmax_operands(weight), *buffer)
+        operands = (codes_operand(weight), table, a, b, *absmax_operands(weight), *buffer)
         out = pl.pallas_call(
             partial(
                 _sum_kernel,
                 shape=weight.shape,
+                weight_dtype=weight.dtype,
                 first_row=first_row,
                 rank=rank,
                 tiles=tiles,
                 has_buffer=bool(buffer),
             ),
             out_shape=jax.ShapeDtypeStruct((num_rows, num_in), dtype),
-            grid=(pl.cdiv(weight.shape[0], tiles.rows), pl.cdiv(num_in // BLOCK_SIZE, tiles.blocks)),
+            grid=(pl.cdiv(num_in // BLOCK_SIZE, tiles.blocks), pl.cdiv(weight.shape[0], tiles.rows)),
             input_output_aliases={len(operands) - 1: 0} if buffer else {},
             compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
             interpret=interpret,
@@ -104,3 +113,84 @@ def weights_plus_adapters(
         buffer = (out,)
         first_row += weight.shape[0]
     return buffer[0]
+
+
+def _gradient_kernel(
+    dout_ref, xa_ref, lora_b_ref, t_ref, db_ref, *, shape: tuple[int, int], outs: tuple[int, ...], tiles: GradientTiles
+):
+    """Owns dy[steps * rows, columns], all columns of one projection: writes their parts of t and of dB, float32."""
+    num_rows, rank = shape
+    tile, part = pl.program_id(0), pl.program_id(1)
+    # The projection, its first tile, and its first column and the end of its columns.
+    index, first_tile, start, end = jnp.int32(0), jnp.int32(0), jnp.int32(0), jnp.int32(outs[0])
+    num_tiles, num_columns = 0, 0
+    for i, num_out in enumerate(outs):
+        inside = tile >= num_tiles
+        index, first_tile = jnp.where(inside, i, index), jnp.where(inside, num_tiles, first_tile)
+        start, end = jnp.where(inside, num_columns, start), jnp.where(inside, num_columns + num_out, end)
+        num_tiles, num_columns = num_tiles + pl.cdiv(num_out, tiles.columns), num_columns + num_out
+    column = start + (tile - first_tile) * tiles.columns + jnp.arange(tiles.columns)
+    whole_columns = all(num_out % tiles.columns == 0 for num_out in outs)
+    column_inside = None if whole_columns else column < end
+    whole_rows = num_rows % (tiles.rows * tiles.steps) == 0
+    of_rank = jnp.arange(rank)
+
+    def load(ref, row, column, inside):
+        return plgpu.load(ref.at[row[:, None], column[None]], mask=inside, other=None if inside is None else 0.0)
+
+    lora_b = load(lora_b_ref, column, of_rank, None if whole_columns else column_inside[:, None])
+
+    def step(i, db):
+        row = (part * tiles.steps + i) * tiles.rows + jnp.arange(tiles.rows)
+        row_inside = None if whole_rows else row[:, None] < num_rows
+        inside = row_inside if whole_columns else column_inside[None]
+        if not whole_rows and not whole_columns:
+            inside = inside & row_inside
+        dout = load(dout_ref, row, column, inside)
+        xa = load(xa_ref, row, index * rank + of_rank, row_inside)
+        t = jnp.dot(dout, lora_b, preferred_element_type=jnp.float32)
+        plgpu.store(t_ref.at[tile, row[:, None], of_rank[None]], t, mask=row_inside)
+        return db + jnp.dot(dout.T, xa, preferred_element_type=jnp.float32)
+
+    db = jax.lax.fori_loop(0, tiles.steps, step, jnp.zeros((tiles.columns, rank), jnp.float32))
+    mask = None if whole_columns else column_inside[:, None]
+    plgpu.store(db_ref.at[part, column[:, None], of_rank[None]], db, mask=mask)
+
+
+def gradient_products(
+    dout: jax.Array,
+    xa: jax.Array,
+    lora_b: jax.Array,
+    outs: Sequence[int],
+    *,
+    tiles: GradientTiles | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The products dy_i . B_i and dy_i^T . xa_i of joined projections, of one pass over dy.
+
+    Args:
+      dout: [M, sum out], bfloat16 or float16.
+      xa: [M, projections * R] in the same dtype.
+      lora_b: [sum out, R] in the same dtype; R is a power of two, 16 at least.
+      outs: columns of dout that belong to each projection.
+    Returns: ([M, projections * R] in dout's dtype, float32 [sum out, R]), summed in float32 in a fixed order.
+    """
+    num_rows, num_columns = dout.shape
+    rank = lora_b.shape[1]
+    tiles = tiles or gradient_tiles(rank)
+    num_tiles = [pl.cdiv(num_out, tiles.columns) for num_out in outs]
+    num_parts = pl.cdiv(num_rows, tiles.rows * tiles.steps)
+    t_parts, db_parts = pl.pallas_call(
+        partial(_gradient_kernel, shape=(num_rows, rank), outs=tuple(outs), tiles=tiles),
+        out_shape=(
+            jax.ShapeDtypeStruct((sum(num_tiles), num_rows, rank), jnp.float32),
+            jax.ShapeDtypeStruct((num_parts, num_columns, rank), jnp.float32),
+        ),
+        grid=(sum(num_tiles), num_parts),
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+        name="lora_gradient_products",
+    )(dout, xa, lora_b)
+    ends = np.cumsum(num_tiles)
+    t = [jnp.sum(t_parts[end - n : end], axis=0) for n, end in zip(num_tiles, ends, strict=True)]
+    return jnp.concatenate(t, axis=1).astype(dout.dtype), jnp.sum(db_parts, axis=0)
