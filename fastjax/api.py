@@ -34,8 +34,9 @@ class FastLanguageModel:
         model_name: str,
         max_seq_length: int = 2048,
         dtype: Any = None,
-        load_in_4bit: bool = False,
+        load_in_4bit: bool | None = None,
         revision: str | None = None,
+        quantization_config: Any = None,
         **arguments: Any,
     ) -> tuple[LanguageModel, "PreTrainedTokenizerFast"]:
         """A model and its tokenizer; an adapter folder gives its base model with the adapter on it.
@@ -44,22 +45,31 @@ class FastLanguageModel:
           model_name: HF folder, hub id, .gguf file, or the folder of an adapter.
           max_seq_length: longest row in tokens, for training.
           dtype: bfloat16 (None too) or float32, as a name or as numpy's, jax's or torch's dtype.
-          load_in_4bit: not in this release.
+          load_in_4bit: quantise the linear layers to 4 bit while they load. None does so for a base model, and for an
+            adapter's folder what the adapter was trained with. A model that is 4-bit on disk stays so.
+          quantization_config: transformers' BitsAndBytesConfig or its settings as a dict: bnb_4bit_quant_type,
+            bnb_4bit_use_double_quant, llm_int8_skip_modules; None is NF4 with double quantisation.
         Raises: UserError for a model that is missing or unsound, and for arguments that cannot be honoured.
         """
-        if load_in_4bit:
-            raise UserError("load_in_4bit=True: 4-bit bases are not in this release; leave it out for a 16-bit base")
         refuse("from_pretrained", FROM_PRETRAINED, arguments, ("model_name", "max_seq_length", "dtype", "revision"))
+        if load_in_4bit is None and (arguments.get("load_in_16bit") or arguments.get("full_finetuning")):
+            load_in_4bit = False
         name = "bfloat16" if dtype is None else _dtype_name(dtype)
         choose_platform()
+        from fastjax.face.quantization import read_quantization
         from fastjax.models.checkpoint.load import load_model
-        from fastjax.models.peft_io import load_adapter
+        from fastjax.models.peft_io import base_quantization, load_adapter
         from fastjax.train.parts import base_of_adapter, open_base
 
         adapter = model_name if (Path(model_name) / "adapter_config.json").is_file() else None
         base = open_base(base_of_adapter(adapter) if adapter else model_name, adapter, revision)
         _check_length(max_seq_length)
-        model = LanguageModel(load_model(base.checkpoint, name), base, max_seq_length)
+        trained_with = base_quantization(adapter) if adapter else None
+        quantization = read_quantization(
+            load_in_4bit, quantization_config, base.checkpoint, trained_with, is_adapter=adapter is not None
+        )
+        loaded = load_model(base.checkpoint, name, quantization=quantization)
+        model = LanguageModel(loaded, base, max_seq_length, quantization or base.checkpoint.quantization)
         if adapter:
             model.lora = load_adapter(model.model, adapter)
         return model, base.tokenizer

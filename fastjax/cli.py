@@ -24,7 +24,18 @@ from typing import Annotated, Any, TypeVar
 
 from fastjax.devices import choose_platform
 from fastjax.errors import DeviceMemoryError, FastjaxError, UserError
-from fastjax.settings import build, check, describe, field_types, from_text, is_none, metavar, nearest, rule_of
+from fastjax.settings import (
+    build,
+    check,
+    describe,
+    field_types,
+    from_text,
+    is_none,
+    is_switch,
+    metavar,
+    nearest,
+    rule_of,
+)
 
 T = TypeVar("T")
 
@@ -34,8 +45,7 @@ _SWITCHES = {
 }
 # What the design knows and this release does not have: {flag: way out}.
 _LATER = {
-    "load_in_4bit": "leave it out: the base stays in 16 bit, and --method lora trains adapters over it",
-    "load_in_8bit": "leave it out: the base stays in 16 bit, and --method lora trains adapters over it",
+    "load_in_8bit": "leave it out: --method qlora has the base in 4 bit, --method lora in 16",
     "packing": "leave it out: rows of like length share a batch, so that little is padded",
     "memory_budget_gib": "choose what is recomputed with --remat; full takes least memory",
 }
@@ -155,12 +165,12 @@ def _read_flags(settings: type, argv: Sequence[str]) -> dict[str, str | bool]:
             raise UserError(f"unexpected {word!r}; every setting is a --flag, with its value after it")
         flag, has_value, text = word[2:].partition("=")
         name = flag.replace("-", "_")
-        negated = name.startswith("no_") and known.get(name[3:]) is bool
+        negated = name.startswith("no_") and is_switch(known.get(name[3:]))
         if name not in known and not negated:
             _refuse_later(name, f"--{flag}")
             raise UserError(f"unknown flag --{flag}{nearest(name, known, '--')}\nAll flags: --help")
         value: str | bool = text
-        if negated or known[name] is bool:
+        if negated or is_switch(known[name]):
             if has_value:
                 raise UserError(f"--{flag} takes no value; write --{name} or --no_{name}")
             name, value = (name[3:], False) if negated else (name, True)
@@ -261,8 +271,8 @@ def _print_help(settings: type, prog: str, description: str) -> int:
         if default == "":
             # Empty only so that --config may bring it: what has no default is shown as required.
             fields.append((field.name, Annotated[str, arg], dataclasses.MISSING))
-        elif hints[field.name] is bool:
-            fields.append((field.name, Annotated[bool, arg], default))
+        elif is_switch(hints[field.name]):
+            fields.append((field.name, Annotated[hints[field.name], arg], default))
         else:
             fields.append((field.name, Annotated[str, arg], "none" if default in (None, {}) else str(default)))
     config = tyro.conf.arg(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,11 +26,12 @@ class ExportConfig:
     model: str = setting("", "HF folder, hub id or .gguf file of the base model; without it the adapter's own")
     adapter: str | None = setting(None, "adapter folder; without one the base itself is written")
     output_dir: str = setting("", "folder of the merged model")
-    format: Literal["merged_16bit", "merged_32bit"] = setting(
+    format: Literal["merged_16bit", "merged_32bit", "merged_4bit", "base_4bit"] = setting(
         "merged_16bit",
-        "dtype of the written weights: the base's own 16-bit one, else bfloat16; or float32",
-        later={"merged_4bit": "use merged_16bit"},
+        "merged, in the base's own 16-bit dtype (else bfloat16), in float32, or quantised again, which loses small "
+        "updates; or the 4-bit base alone, as bitsandbytes keeps it",
     )
+    load_in_4bit: bool | None = setting(None, "merge into the base in 4 bit, decoded; none: as the adapter was trained")
     overwrite_output_dir: bool = setting(False, "replace an earlier export in output_dir")
 
     def validate(self) -> None:
@@ -37,6 +39,10 @@ class ExportConfig:
         check_all(self)
         if not self.model and self.adapter is None:
             raise UserError("model is missing; give it as --model or in --config")
+        if self.format == "base_4bit" and self.adapter is not None:
+            raise UserError("format=base_4bit writes the base alone, and adapter is given; leave one of the two out")
+        if self.format.endswith("4bit") and self.load_in_4bit is False:
+            raise UserError(f"format={self.format} with load_in_4bit=False; leave load_in_4bit out")
         if not self.output_dir:
             raise UserError("output_dir is missing; give it as --output_dir or in --config")
         check_export_folder(Path(self.output_dir), self.overwrite_output_dir, [self.model, self.adapter])
@@ -45,17 +51,14 @@ class ExportConfig:
 def export(config: ExportConfig, options: Options) -> None:
     """Merge and write; the folder appears complete or not at all."""
     config.validate()
-    from fastjax.models.checkpoint.load import load_model
-    from fastjax.models.peft_io import load_adapter
-    from fastjax.train.parts import model_of, open_base
+    from fastjax.train.parts import load_base, model_of, open_base
 
     model_name = model_of(config.model, config.adapter)
     # Once more with the name that the adapter gave: what is read must not be replaced.
     check_export_folder(Path(config.output_dir), config.overwrite_output_dir, [model_name, config.adapter])
     base = open_base(model_name, config.adapter)
-    model = load_model(base.checkpoint, "bfloat16" if _is_bfloat16(base.checkpoint) else "float32")
-    if config.adapter is not None:
-        load_adapter(model, config.adapter)
+    four_bit = True if config.format.endswith("4bit") else config.load_in_4bit
+    model = load_base(base, _loaded_dtype(base.checkpoint, config), adapter=config.adapter, load_in_4bit=four_bit)
     dtype = write_merged(
         model, base.checkpoint, base.tokenizer, config.output_dir, config.format, overwrite=config.overwrite_output_dir
     )
@@ -72,28 +75,34 @@ def write_merged(
     folder: str | Path,
     format: str,
     *,
-    keep: bool = False,
     overwrite: bool = False,
 ) -> str:
     """Merge in float32 with one rounding, and write the HF folder with tokenizer, template and generation_config.
 
+    `model` stays as it is; a merged weight is made when its turn to be written comes.
+
     Args:
       checkpoint: the base; its 16-bit dtype is that of merged_16bit.
-      keep: leave `model` as it is, at the price of a second copy of every adapted weight.
-    Returns: the name of the dtype written.
+      format: see `ExportConfig`.
+    Returns: the name of the dtype written, of a 4-bit model that of its other weights.
     """
     from fastjax.models.checkpoint.save import save_model
     from fastjax.models.lora import has_adapter
-    from fastjax.models.merge import merge_lora
+    from fastjax.models.quantized import is_quantized
 
+    if format == "merged_4bit":
+        if not is_quantized(model):
+            raise UserError("format=merged_4bit for a model in 16 bit; load it with load_in_4bit, or use merged_16bit")
+        if has_adapter(model):
+            warnings.warn(
+                "merged_4bit rounds the merged weights to 4 bit again: what the adapter changed by less than a step of "
+                "that grid is lost, and the result answers differently from base and adapter. merged_16bit keeps it",
+                stacklevel=2,
+            )
     dtype = "float32" if format == "merged_32bit" else _sixteen_bit(checkpoint)
-    if has_adapter(model):
-        # In float32 where the 16-bit dtype is not the weights' own, so that writing is the one rounding.
-        merged_dtype = None if dtype == model.embed_tokens.weight.dtype.name else "float32"
-        model = merge_lora(model, merged_dtype, keep=keep)
     save_model(
         model, folder, dtype=dtype, tokenizer=tokenizer, generation_config=checkpoint.generation_config,
-        overwrite=overwrite,
+        overwrite=overwrite, form={"merged_4bit": "merged_4bit", "base_4bit": "as_is"}.get(format, "merged"),
     )  # fmt: skip
     return dtype
 
@@ -127,8 +136,16 @@ def _dtypes(checkpoint: "Checkpoint") -> set[str]:
     return {checkpoint.tensors.info(name).dtype for name in checkpoint.tensors.names()}
 
 
-def _is_bfloat16(checkpoint: "Checkpoint") -> bool:
-    return _dtypes(checkpoint) == {"bfloat16"}
+def _loaded_dtype(checkpoint: "Checkpoint", config: ExportConfig) -> str:
+    """The dtype in which the base is read: the one that it was quantised in, else one that holds it exactly."""
+    from fastjax.models.peft_io import base_compute_dtype
+
+    trained_in = None if config.adapter is None else base_compute_dtype(config.adapter)
+    if trained_in is not None and config.load_in_4bit is not False:
+        return trained_in
+    if config.format == "base_4bit" and checkpoint.quantization is None:
+        return "bfloat16"
+    return "bfloat16" if _dtypes(checkpoint) == {"bfloat16"} else "float32"
 
 
 def _sixteen_bit(checkpoint: "Checkpoint") -> str:

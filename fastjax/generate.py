@@ -39,6 +39,7 @@ class GenerateConfig:
     seed: int = setting(0, "of the draws", minimum=0, below=2**32)
     output: str | None = setting(None, "write one JSON object a prompt to this file, and nothing to stdout")
     batch_size: int = setting(8, "prompts that are answered side by side", minimum=1)
+    load_in_4bit: bool | None = setting(None, "read the base in 4 bit; none: as the adapter was trained")
     dtype: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "dtype of the weights and the activations", later={"float16": "use bfloat16 or float32"}
     )
@@ -77,17 +78,13 @@ def generate(config: GenerateConfig, options: Options) -> None:
     if filters and config.temperature == 0:
         _note(f"temperature=0 takes the most likely token, so {' and '.join(filters)} filters nothing; "
               "--temperature 1 draws as the model says")  # fmt: skip
-    from fastjax.models.checkpoint.load import load_model
-    from fastjax.models.peft_io import load_adapter
-    from fastjax.train.parts import model_of, open_base
+    from fastjax.train.parts import load_base, model_of, open_base
 
     base = open_base(model_of(config.model, config.adapter), config.adapter)
     # Every prompt is checked before the weights are read: a mistake in the last row should not cost an hour.
     questions = _questions(config, base)
     note_slow_dtype(config.dtype, options.given)
-    model = load_model(base.checkpoint, config.dtype)
-    if config.adapter is not None:
-        load_adapter(model, config.adapter)
+    model = load_base(base, config.dtype, adapter=config.adapter, load_in_4bit=config.load_in_4bit)
     answers = _answers(config, base, model, questions)
     if config.output is not None:
         _write(Path(config.output), answers, len(questions), options)

@@ -59,6 +59,11 @@ def field_types(settings: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(settings) if f.init}
 
 
+def is_switch(hint: Any) -> bool:
+    """Whether a setting is given by its bare flag, or by that with no_ before it."""
+    return hint in (bool, bool | None)
+
+
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """'; did you mean X?' for the known name nearest to `name`, or '' if none is near."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.55)

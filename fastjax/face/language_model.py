@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from fastjax.face.config_view import ConfigView, ModelOutput
     from fastjax.models.decoder import CausalLM
     from fastjax.models.lora import LoraConfig
+    from fastjax.models.quant_config import QuantConfig
     from fastjax.train.parts import Base
 
-_SAVE_METHODS = ("merged_16bit", "merged_32bit")
+_SAVE_METHODS = {"merged_16bit": "merged_16bit", "merged_32bit": "merged_32bit", "merged_4bit_forced": "merged_4bit"}
 _NEW_TOKENS = 128
 
 
@@ -29,14 +30,18 @@ class LanguageModel:
       max_seq_length: longest row in tokens, for training.
       remat: what the backward pass recomputes, see `fastjax.models.remat`.
       seed: of the adapter's initial values; None for an adapter that was read from a folder.
+      quantization: how its linear layers are quantised; None for a model in 16 or 32 bit.
       merged: whether an adapter was folded into the weights, so that they are no longer those of the checkpoint.
     """
 
-    def __init__(self, model: "CausalLM", base: "Base", max_seq_length: int) -> None:
+    def __init__(
+        self, model: "CausalLM", base: "Base", max_seq_length: int, quantization: "QuantConfig | None" = None
+    ) -> None:
         self.model = model
         self.base = base
         self.max_seq_length = max_seq_length
         self.lora: LoraConfig | None = None
+        self.quantization = quantization
         self.remat = "none"
         self.seed: int | None = None
         self.merged = False
@@ -106,7 +111,7 @@ class LanguageModel:
         if self.lora is None:
             raise UserError("the model has no adapter to merge; give it one with FastLanguageModel.get_peft_model")
         self.model = merge_lora(self.model)
-        self.lora, self.merged, self._config = None, True, None
+        self.lora, self.merged, self.quantization, self._config = None, True, None, None
         return self
 
     def generate(
@@ -217,14 +222,17 @@ class LanguageModel:
         if save_method == "lora":
             self.save_pretrained(folder, tokenizer)
             return
-        if save_method not in _SAVE_METHODS:
+        if save_method == "merged_4bit":
             raise UserError(
-                f"save_method={save_method!r} is not in this release; use one of {', '.join(_SAVE_METHODS)}, lora"
+                "save_method='merged_4bit' would round the merged weights to 4 bit again and lose small updates; use "
+                "merged_16bit, or merged_4bit_forced if that is what you want"
             )
+        if save_method not in _SAVE_METHODS:
+            raise UserError(f"save_method={save_method!r} is unknown; use one of {', '.join(_SAVE_METHODS)}, lora")
         tokenizer = tokenizer or self.base.tokenizer
         with in_python_words():
             check_export_folder(Path(folder), False, [self.base.checkpoint.name])
-            write_merged(self.model, self.base.checkpoint, tokenizer, folder, save_method, keep=True)
+            write_merged(self.model, self.base.checkpoint, tokenizer, folder, _SAVE_METHODS[save_method])
 
     def _check_vocabulary(self, ids: Any) -> None:
         size = self.model.config.vocab_size

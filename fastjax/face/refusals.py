@@ -11,9 +11,9 @@ from fastjax.errors import UserError
 Fixed = Mapping[str, tuple[tuple[Any, ...], str]]
 
 FROM_PRETRAINED: Fixed = {
-    "load_in_8bit": ((False, None), "8-bit weights are not in this release; leave it out"),
+    "load_in_8bit": ((False, None), "8-bit weights are not in this release; load_in_4bit=True has 4-bit ones"),
     "load_in_16bit": ((True, False, None), ""),
-    "full_finetuning": ((False, None), "skip get_peft_model instead: SFTTrainer then trains every weight"),
+    "full_finetuning": ((True, False, None), ""),
     "token": ((None,), "log in with `hf auth login`, or set HF_TOKEN"),
     "device_map": ((None, "auto", "sequential"), "jax's default device is used; choose it with JAX_PLATFORMS"),
     "rope_scaling": ((None,), "write it into the model's config.json"),

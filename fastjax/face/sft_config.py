@@ -7,10 +7,10 @@ from typing import Any
 from fastjax.errors import UserError
 from fastjax.face.refusals import CHANGE_NOTHING, SFT_CONFIG, complaints, raise_all, tell_ignored
 from fastjax.settings import check, field_types, rule_of
-from fastjax.train.config import LORA_SETTINGS, TrainConfig
+from fastjax.train.config import LORA_SETTINGS, QUANT_SETTINGS, TrainConfig
 
 # Settings of a run that the model and the data of a trainer bring with them.
-_BROUGHT = ("model", "data", "eval_data", "sample_prompt", "method", "dtype", *LORA_SETTINGS)
+_BROUGHT = ("model", "data", "eval_data", "sample_prompt", "method", "dtype", *QUANT_SETTINGS, *LORA_SETTINGS)
 
 _SAME_OPTIMIZER = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf")
 _EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")

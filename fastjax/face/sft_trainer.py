@@ -154,6 +154,12 @@ class SFTTrainer:
         """The arguments as the settings of a run, with what the model brings."""
         from fastjax.train.parts import settings_of
 
+        if self.model.lora is None and self.model.quantization is not None:
+            raise UserError(
+                "the model's weights are 4-bit, and only adapters can be trained over them; call "
+                "FastLanguageModel.get_peft_model first, or load the model with load_in_4bit=False to train every "
+                "weight"
+            )
         model, given = self.model, self.args.given
         length = given.get("max_seq_length", max_seq_length or model.max_seq_length)
         if max_seq_length is not None and length != max_seq_length:
@@ -169,6 +175,7 @@ class SFTTrainer:
             dtype=model.model.dtype.name,
             remat=given.get("remat", model.remat),
             **settings_of(model.lora),
+            **_method(model),
         )  # fmt: skip
 
     def _validate(self) -> None:
@@ -214,6 +221,18 @@ class SFTTrainer:
         steps = steps_per_epoch(len(self.train_rows), batch_size, config.gradient_accumulation_steps)
         of_an_epoch: dict[str, Any] = dict.fromkeys(self.args.each_epoch, steps)
         self.config = dataclasses.replace(config, **of_an_epoch)
+
+
+def _method(model: LanguageModel) -> dict[str, Any]:
+    """The method of training, and how the base is quantised, under the names of the run's settings."""
+    if model.lora is None:
+        return {"method": "full"}
+    if model.quantization is None:
+        return {"method": "lora"}
+    names = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_skip_modules")
+    quantization = model.quantization
+    values = (quantization.quant_type, quantization.double_quant, quantization.skip_modules or None)
+    return {"method": "qlora", **dict(zip(names, values, strict=True))}
 
 
 def train_on_responses_only(

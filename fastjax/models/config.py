@@ -11,6 +11,7 @@ from typing import Any
 from fastjax.errors import UserError
 from fastjax.models.families import family_of
 from fastjax.models.family import Family
+from fastjax.models.quant_config import QuantConfig
 from fastjax.models.rope import RopeConfig
 from fastjax.models.rope_keys import read_rope, write_rope
 from fastjax.models.values import INT32_MAX, flag, number, same, shown, token_id, token_ids, whole
@@ -68,7 +69,7 @@ _COMMON_KEYS = frozenset({
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps",
     "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
-    "layer_types",
+    "layer_types", "quantization_config",
 })  # fmt: skip
 
 
@@ -194,12 +195,7 @@ def _refuse_unhandled(config: Mapping[str, Any], family: Family) -> None:
             f"Remove auto_map if the model is a plain {family.model_type}."
         )
     if config.get("quantization_config"):
-        settings = config["quantization_config"]
-        kind = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else shown(settings)
-        raise UserError(
-            f"config.json has quantization_config ({kind}): this release reads 16- and 32-bit weights only. "
-            "Give the unquantised model."
-        )
+        QuantConfig.from_hf(config["quantization_config"])
     known = _COMMON_KEYS | _NEUTRAL | family.keys
     for key, value in config.items():
         if key in known or value is None:

@@ -23,10 +23,11 @@ from fastjax.models.lora_config import (
     Target,
     plan_adapter,
 )
+from fastjax.models.quantized import is_quantized
 
 __all__ = ["ALL_LINEAR", "LoraConfig", "adapted_modules", "apply_lora", "has_adapter", "split_trainable"]
 
-METHODS = ("lora", "full")
+METHODS = ("qlora", "lora", "full")
 
 Factors = Callable[[Path, Sequence[Target], Linear], tuple[Any, Any]]
 
@@ -64,7 +65,7 @@ def attach(model: CausalLM, plan: AdapterPlan, dropout: float, factors: Factors)
         _give_own_head(model)
     for path, targets in plan.by_path().items():
         linear = module_at(model, path)
-        stack = linear.weight.shape[:-2]
+        stack = linear.shape[:-2]
         scale = np.zeros(stack, np.float32)
         for target in targets:
             scale[layer_slice(target)] = target.scale
@@ -81,22 +82,24 @@ def split_trainable(model: CausalLM, method: str) -> tuple[Any, Any, Any]:
     """(graphdef, trainable, frozen), of which `nnx.merge(graphdef, trainable, frozen)` is the model.
 
     Args:
-      method: "lora" trains adapters and modules_to_save. "full" trains every weight: they become float32 in `model`
-        itself, leaf by leaf (computing stays in model.dtype, which the layers cast to).
-    Raises: UserError for another method, "lora" without adapters, or "full" with.
+      method: "lora" and "qlora" train adapters and modules_to_save. "full" trains every weight: they become float32 in
+        `model` itself, leaf by leaf (computing stays in model.dtype, which the layers cast to).
+    Raises: UserError for another method, "lora" or "qlora" without adapters, or "full" with, or over 4-bit weights.
     """
     if method not in METHODS:
         raise UserError(f"method={method!r} is not known; choose one of {', '.join(METHODS)}")
     if method == "full":
         if has_adapter(model):
             raise UserError("method='full' trains every weight, and this model has adapters; merge them first")
+        if is_quantized(model):
+            raise UserError("method='full' trains every weight, and 4-bit weights cannot be trained; use 16-bit ones")
         for _, node in nnx.iter_graph(model):
             if isinstance(node, nnx.Param):
                 # float16 and bfloat16 lose the small updates of a small learning rate.
                 node.set_value(node[...].astype(jnp.float32))
         return _three(nnx.split(model, nnx.Param, ...))
     if not has_adapter(model):
-        raise UserError("method='lora' on a model without adapters; call apply_lora or load_adapter first")
+        raise UserError(f"method={method!r} on a model without adapters; call apply_lora or load_adapter first")
     return _three(nnx.split(model, nnx.Any(LoraParam, TrainedParam), ...))
 
 
@@ -151,7 +154,7 @@ def _initial_factors(
     config: LoraConfig, rng: jax.Array, targets: Sequence[Target], linear: Linear
 ) -> tuple[jax.Array, jax.Array]:
     """A [*stack, R, in] and B [*stack, out, R], float32, zero where a layer has no adapter or a smaller rank."""
-    *stack, out_features, in_features = linear.weight.shape
+    *stack, out_features, in_features = linear.shape
     num_layers, rank = math.prod(stack), max(target.rank for target in targets)
     ranks = np.zeros(num_layers, np.int32)
     for target in targets:

@@ -1,5 +1,6 @@
 """Adapter folders as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors."""
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,9 @@ import numpy as np
 
 from fastjax.errors import UserError
 from fastjax.models.checkpoint.files import read_json, write_json
+from fastjax.models.checkpoint.safetensors_header import read_header
 from fastjax.models.checkpoint.safetensors_io import LazyTensor, SafetensorsFile, write_safetensors
+from fastjax.models.checkpoint.tensors import quantization_of
 from fastjax.models.decoder import CausalLM
 from fastjax.models.layers import Linear, Lora
 from fastjax.models.lora import attach, layer_slice, module_at
@@ -26,9 +29,12 @@ from fastjax.models.lora_config import (
 )
 from fastjax.models.lora_config import Path as ModulePath
 from fastjax.models.peft_config import config_from_peft, config_to_peft
+from fastjax.models.quant_config import QuantConfig
+from fastjax.models.quantized import is_quantized
 
 CONFIG_NAME, WEIGHTS_NAME, PICKLE_NAME = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
+_BASE = "base_quantization_config"
 _PREFIX = "base_model.model."
 # The adapter's name stands in keys of a raw state dict, and is left out by PEFT's own save.
 _LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
@@ -42,7 +48,8 @@ def save_adapter(
 ) -> None:
     """Writes the adapter of `model` so that `peft.PeftModel.from_pretrained` loads it.
 
-    Tensors are float32, cut to each layer's own rank. Both files are written under temporary names and renamed, the
+    The weights' metadata says how the base is quantised, which PEFT's config has no word for. Tensors are float32, cut
+    to each layer's own rank. Both files are written under temporary names and renamed, the
     tensors first; other files in the folder are left alone.
 
     Args:
@@ -64,8 +71,45 @@ def save_adapter(
         tensors[f"{_PREFIX}{name}.weight"] = _lazily(_trained_weight(model, name))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_safetensors(folder / WEIGHTS_NAME, tensors)
+    write_safetensors(folder / WEIGHTS_NAME, tensors, _base_metadata(model))
     write_json(folder / CONFIG_NAME, config_to_peft(config, _target_names(config, plan), base_model_name))
+
+
+def base_quantization(folder: str | os.PathLike[str]) -> QuantConfig | None:
+    """How the base was quantised that the adapter in `folder` was trained over; None for a base in 16 or 32 bit, and
+    for an adapter that does not say.
+
+    Raises: UserError if the adapter's file is unsound.
+    """
+    settings = _base_settings(folder)
+    return None if settings is None else QuantConfig.from_hf(settings)
+
+
+def base_compute_dtype(folder: str | os.PathLike[str]) -> str | None:
+    """The dtype that such a base had before it was quantised, "bfloat16" or "float32"; None as for `base_quantization`.
+
+    Raises: UserError if the adapter's file is unsound.
+    """
+    dtype = (_base_settings(folder) or {}).get("bnb_4bit_compute_dtype")
+    return dtype if dtype in ("bfloat16", "float32") else None
+
+
+def _base_settings(folder: str | os.PathLike[str]) -> Any:
+    file = Path(folder) / WEIGHTS_NAME
+    text = read_header(file).metadata.get(_BASE) if file.is_file() else None
+    if text is None:
+        return None
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: {_BASE} in its metadata is not JSON: {str(error)[:100]}") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{file}: {_BASE} in its metadata is no JSON object")
+    return settings
+
+
+def _base_metadata(model: CausalLM) -> dict[str, str]:
+    return {_BASE: json.dumps(quantization_of(model).to_hf(model.dtype.name))} if is_quantized(model) else {}
 
 
 def load_adapter(model: CausalLM, folder: str | os.PathLike[str]) -> LoraConfig:
@@ -95,7 +139,7 @@ def load_adapter(model: CausalLM, folder: str | os.PathLike[str]) -> LoraConfig:
     _check_trained(file, trained, plan, model)
 
     def from_file(path: ModulePath, targets: Sequence[Target], linear: Linear) -> tuple[np.ndarray, np.ndarray]:
-        *stack, out_features, in_features = linear.weight.shape
+        *stack, out_features, in_features = linear.shape
         rank = max(target.rank for target in targets)
         lora_a = np.zeros((*stack, rank, in_features), np.float32)
         lora_b = np.zeros((*stack, out_features, rank), np.float32)
@@ -216,8 +260,8 @@ def _check_trained(file: SafetensorsFile, trained: Mapping[str, str], plan: Adap
 
 def _features(model: CausalLM, path: ModulePath) -> tuple[int, int]:
     """[out, in] of one layer's weight; a tied head has the embedding's."""
-    weight = model.embed_tokens.weight if path == (HEAD,) and model.lm_head is None else module_at(model, path).weight
-    out_features, in_features = weight.shape[-2:]
+    tied = path == (HEAD,) and model.lm_head is None
+    out_features, in_features = (model.embed_tokens.weight if tied else module_at(model, path)).shape[-2:]
     return out_features, in_features
 
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from fastjax.errors import UserError
 from fastjax.settings import check_all, setting
 
-_FOUR_BIT = "4-bit bases come in a later release; use method=lora, which trains over a 16-bit base"
 _FLOAT16 = "there is no loss scaling here, so float16 gradients underflow, and every supported card has bfloat16"
 
 
@@ -88,8 +87,13 @@ class TrainConfig(RowConfig):
 
     output_dir: str = setting("", "folder of the run: config, metrics, checkpoints, adapter")
 
-    method: Literal["lora", "full"] = setting(
-        "lora", "train low-rank adapters, or every weight", later={"qlora": _FOUR_BIT}
+    method: Literal["qlora", "lora", "full"] = setting(
+        "qlora", "train adapters over a 4-bit base, adapters over a 16-bit base, or every weight"
+    )
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = setting("nf4", "4-bit code table of a base that qlora quantises")
+    bnb_4bit_use_double_quant: bool = setting(True, "whether qlora codes the block scales in 8 bits")
+    llm_int8_skip_modules: tuple[str, ...] | None = setting(
+        None, "linear modules that qlora leaves in 16 bit, as transformers reads this list; the head always is"
     )
     lora_r: int = setting(16, "rank of the adapters", minimum=1, below=_INT32)
     lora_alpha: float = setting(16.0, "adapter scale is lora_alpha / lora_r", above=0)
@@ -180,12 +184,19 @@ class TrainConfig(RowConfig):
             raise UserError(f"adam_epsilon={self.adam_epsilon} is 0 or infinite in float32; give one such as 1e-8")
 
     def _validate_lora(self) -> None:
+        if self.method != "qlora":
+            changed = [name for name in QUANT_SETTINGS if getattr(self, name) != default_of(name)]
+            if changed:
+                raise UserError(
+                    f"{changed[0]}={getattr(self, changed[0])!r} belongs to method=qlora, and method={self.method} has "
+                    f"no 4-bit weights; leave {changed[0]} out"
+                )
         if self.method == "full":
             changed = [name for name in LORA_SETTINGS if getattr(self, name) != default_of(name)]
             if changed:
                 raise UserError(
-                    f"{changed[0]}={getattr(self, changed[0])!r} belongs to method=lora, and method=full trains every "
-                    f"weight; leave {changed[0]} out"
+                    f"{changed[0]}={getattr(self, changed[0])!r} belongs to method=qlora and lora, and "
+                    f"method=full trains every weight; leave {changed[0]} out"
                 )
         for name, values in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             for module, value in values.items():
@@ -195,6 +206,8 @@ class TrainConfig(RowConfig):
         if any(layer < 0 for layer in self.layers_to_transform or ()):
             raise UserError(f"layers_to_transform={list(self.layers_to_transform or ())}; layers count from 0")
 
+
+QUANT_SETTINGS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_skip_modules")
 
 # The first is ours alone, the next two have shorter names in PEFT, the others the same.
 LORA_SETTINGS = (

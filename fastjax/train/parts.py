@@ -12,7 +12,7 @@ from fastjax.models.checkpoint.source import open_checkpoint
 from fastjax.models.checkpoint.tokenizer import load_tokenizer
 from fastjax.models.config import ModelConfig
 from fastjax.models.values import token_ids
-from fastjax.train.config import LORA_SETTINGS, RowConfig, TrainConfig, default_of
+from fastjax.train.config import LORA_SETTINGS, QUANT_SETTINGS, RowConfig, TrainConfig, default_of
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from fastjax.models.decoder import CausalLM
     from fastjax.models.lora import LoraConfig
+    from fastjax.models.quant_config import QuantConfig
     from fastjax.train.data import TokenisedDataset
     from fastjax.train.evaluate import EvalResult
 
@@ -102,6 +103,75 @@ def evaluate_model(model: "CausalLM", rows: "TokenisedDataset", batch_size: int,
     return result
 
 
+def load_base(
+    base: Base,
+    dtype: str,
+    *,
+    mesh: "Mesh | None" = None,
+    adapter: str | None = None,
+    load_in_4bit: bool | None = None,
+) -> "CausalLM":
+    """The base model with its weights, and the adapter of that folder on it.
+
+    Args:
+      load_in_4bit: whether a 16-bit base is quantised; None does what the adapter was trained with, which its file
+        says.
+    Raises: UserError for load_in_4bit=False with a base that is 4-bit on disk, and what loading raises.
+    """
+    from fastjax.models.checkpoint.load import load_model
+    from fastjax.models.peft_io import base_quantization, load_adapter
+    from fastjax.models.quant_config import QuantConfig
+
+    if load_in_4bit is False and base.checkpoint.quantization is not None:
+        raise UserError(
+            f"load_in_4bit=False, and {base.checkpoint.name} holds 4-bit weights; leave it out, or give the 16-bit "
+            "model"
+        )
+    trained_with = None if adapter is None else base_quantization(adapter)
+    quantization = trained_with if load_in_4bit is not False else None
+    if load_in_4bit and quantization is None:
+        quantization = QuantConfig()
+    if load_in_4bit is None and quantization is not None and base.checkpoint.quantization is None:
+        print(
+            "note: the base is read in 4 bit, as the adapter was trained; --no_load_in_4bit keeps 16", file=sys.stderr
+        )
+    model = load_model(base.checkpoint, dtype, mesh, quantization=quantization)
+    if adapter is not None:
+        load_adapter(model, adapter)
+    return model
+
+
+def base_quantization_of(config: TrainConfig, base: Base, given: frozenset[str] = frozenset()) -> "QuantConfig | None":
+    """How a run quantises its base while it loads; None leaves it as it is on disk.
+
+    Args:
+      given: names of the settings that the user gave.
+    Raises: UserError for a 4-bit base with another method than qlora, or settings that contradict it.
+    """
+    from fastjax.models.quant_config import QuantConfig
+
+    on_disk = base.checkpoint.quantization
+    if config.method != "qlora":
+        if on_disk is not None:
+            raise UserError(
+                f"method={config.method} trains over 16-bit weights, and {config.model} holds 4-bit ones; use "
+                "method=qlora, or give the 16-bit model"
+            )
+        return None
+    wanted = QuantConfig(
+        config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.llm_int8_skip_modules or ()
+    )
+    if on_disk is None:
+        return wanted
+    for name, have in zip(
+        QUANT_SETTINGS, (on_disk.quant_type, on_disk.double_quant, on_disk.skip_modules), strict=True
+    ):
+        value = getattr(config, name)
+        if name in given and value != have:
+            raise UserError(f"{name}={value!r}, and {config.model} is 4-bit already, with {have!r}; leave {name} out")
+    return None
+
+
 def lora_settings(config: TrainConfig, given: frozenset[str] = frozenset()) -> tuple[TrainConfig, "LoraConfig | None"]:
     """The run's settings with those of the adapter it goes on from, and the LoraConfig; None trains every weight.
 
@@ -142,10 +212,10 @@ def check_targets(lora: "LoraConfig", config: ModelConfig, *, strict: bool = Tru
 
 
 def settings_of(lora: "LoraConfig | None") -> dict[str, Any]:
-    """A LoraConfig under the names of the run's settings; method=full for None."""
+    """A LoraConfig under the names of the run's settings, the method left to the caller; method=full for None."""
     if lora is None:
         return {"method": "full"}
-    return {name: getattr(lora, "r" if name == "lora_r" else name) for name in LORA_SETTINGS[1:]} | {"method": "lora"}
+    return {name: getattr(lora, "r" if name == "lora_r" else name) for name in LORA_SETTINGS[1:]}
 
 
 def base_of_adapter(adapter: str) -> str:

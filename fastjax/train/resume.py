@@ -73,7 +73,9 @@ def _frozen_sample(model: CausalLM) -> int:
     weights = (model.norm.weight, model.embed_tokens.weight, model.layers.self_attn.q_proj.weight)
     crc = 0
     for weight in weights:
-        if not isinstance(weight, TrainedParam):
-            sample = weight[:, :1] if weight.ndim == 3 else weight[:8]
+        if isinstance(weight, TrainedParam):
+            continue
+        for leaf in jax.tree.leaves(weight.get_value()):
+            sample = leaf[:, :1] if leaf.ndim == 3 else leaf[:8]
             crc = zlib.crc32(np.ascontiguousarray(np.asarray(jax.device_get(sample), np.float32)).tobytes(), crc)
     return crc

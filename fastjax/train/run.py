@@ -25,7 +25,15 @@ from fastjax.train.data import TokenisedDataset, prompt_ids
 from fastjax.train.loop import Trainer
 from fastjax.train.mesh import make_mesh
 from fastjax.train.metrics import check_writer
-from fastjax.train.parts import Base, answer, check_targets, load_rows, lora_settings, open_base
+from fastjax.train.parts import (
+    Base,
+    answer,
+    base_quantization_of,
+    check_targets,
+    load_rows,
+    lora_settings,
+    open_base,
+)
 from fastjax.train.result import TrainResult
 from fastjax.train.run_folder import RunFolder
 
@@ -112,10 +120,11 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = pri
         check_targets(lora, base.config, strict=config.adapter is None)
     if config.sample_prompt is not None:
         prompt_ids(base.tokenizer, config.sample_prompt, chat=bool(base.tokenizer.chat_template))
+    quantization = base_quantization_of(config, base, given)
     rows = load_rows(config.data, config, base)
     eval_rows = None if config.eval_data is None else load_rows(config.eval_data, config, base)
     note_slow_dtype(config.dtype, given)
-    model = load_model(base.checkpoint, config.dtype, mesh)
+    model = load_model(base.checkpoint, config.dtype, mesh, quantization=quantization)
     if config.adapter is not None:
         lora = load_adapter(model, config.adapter)
     elif lora is not None:

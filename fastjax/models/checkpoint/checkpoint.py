@@ -6,14 +6,30 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fastjax.kernels.nf4 import QuantizedWeight
+from fastjax.models.quant_config import QuantConfig
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """The form of a 4-bit weight: quant_type, whether block scales are nested, and the numpy name of its dtype."""
+
+    quant_type: str
+    nested: bool
+    dtype: str
+
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor before it is read. `dtype` is the numpy name of what `read` returns."""
+    """What is known of a tensor before it is read. `dtype` is the numpy name of what `read` returns.
+
+    A 4-bit weight has `packed`; its shape and dtype are those of the matrix that it stands for.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     file: Path
+    packed: PackedFormat | None = None
 
 
 class TensorSource(Protocol):
@@ -25,8 +41,11 @@ class TensorSource(Protocol):
     def info(self, name: str) -> TensorInfo:
         """Shape, dtype and file of the tensor `name`."""
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor `name`, C-contiguous, maybe a read-only map of the file; drop it before the next one."""
+    def read(self, name: str) -> np.ndarray | QuantizedWeight:
+        """The tensor `name`, C-contiguous, maybe a read-only map of the file; drop it before the next one.
+
+        A 4-bit weight is a QuantizedWeight of such arrays.
+        """
 
     def describe(self) -> str:
         """The file or files, for messages."""
@@ -42,6 +61,7 @@ class Checkpoint:
       config: contents of config.json; for GGUF the same keys, made from the file's metadata.
       generation_config: contents of generation_config.json or None.
       tensors: the weights.
+      quantization: which of them are 4-bit and how; None if none is.
       gguf: the GGUF file or None.
     """
 
@@ -51,3 +71,4 @@ class Checkpoint:
     generation_config: dict[str, Any] | None
     tensors: TensorSource
     gguf: Path | None = None
+    quantization: QuantConfig | None = None

@@ -12,29 +12,42 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fastjax.errors import UserError
-from fastjax.models.checkpoint.checkpoint import Checkpoint, TensorSource
+from fastjax.kernels.nf4 import QuantizedWeight, quantize
+from fastjax.models.checkpoint.checkpoint import Checkpoint, PackedFormat, TensorSource
 from fastjax.models.checkpoint.names import EMBEDDING, HEAD, check_names, places
+from fastjax.models.checkpoint.packed import lay_out_packed, planned_formats
 from fastjax.models.checkpoint.source import open_checkpoint
 from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import CausalLM
+from fastjax.models.quant_config import QuantConfig
+from fastjax.models.quantized import MixedWeight, full_shape
 
 
-def load_model(model: str | Checkpoint, dtype: Any = jnp.bfloat16, mesh: Mesh | None = None) -> CausalLM:
+def load_model(
+    model: str | Checkpoint,
+    dtype: Any = jnp.bfloat16,
+    mesh: Mesh | None = None,
+    *,
+    quantization: QuantConfig | None = None,
+) -> CausalLM:
     """The model with its weights on the device in `dtype`, which is also the dtype it computes in.
 
     Every tensor is read, cast once and copied into its row of a stacked buffer that already lies on the device; the
-    host holds one tensor at a time.
+    host holds one tensor at a time. 4-bit weights keep their bytes.
 
     Args:
       model: folder, .gguf file, hub id, or what `open_checkpoint` returned.
       dtype: bfloat16 or float32.
       mesh: devices that get a copy each; None means jax's default device.
+      quantization: quantise the linear layers of the decoder, but not the head, on the device as they arrive. What is
+        quantised is the weight in `dtype`. A checkpoint that is 4-bit already stays as it is.
     Raises: UserError if the checkpoint is missing or unsound, its config is not supported, its tensors do not fit the
       config (file, key and expected shape are named), or the dtype is another one.
     """
-    if jnp.dtype(dtype).name not in ("bfloat16", "float32"):
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in ("bfloat16", "float32"):
         raise UserError(
-            f"dtype={jnp.dtype(dtype).name}: models compute in bfloat16 or float32. There is no loss scaling here, "
+            f"dtype={dtype.name}: models compute in bfloat16 or float32. There is no loss scaling here, "
             "which float16 needs, and every supported card has bfloat16."
         )
     checkpoint = open_checkpoint(model) if isinstance(model, str) else model
@@ -43,25 +56,57 @@ def load_model(model: str | Checkpoint, dtype: Any = jnp.bfloat16, mesh: Mesh | 
     if config.tie_word_embeddings and HEAD in source.names():
         config, source = _settle_head(config, source)
     abstract = CausalLM.abstract(config, dtype=dtype, param_dtype=dtype)
-    graphdef, state = nnx.split(abstract)
-    leaves = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
-    expected = places({path: variable.shape for path, variable in leaves.items()})
+    expected = places({path: full_shape(value) for path, value in _leaves(abstract).items()})
     check_names(source, expected)
+    formats = {name: source.info(name).packed for name in expected}
+    if quantization is not None and checkpoint.quantization is None:
+        formats = planned_formats(quantization, expected, dtype.name)
+    lay_out_packed(abstract, formats, expected, source)
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    buffers = {path: _empty(variable.shape, variable.dtype, sharding) for path, variable in leaves.items()}
+    buffers = {path: jax.tree.map(partial(_empty, sharding), value) for path, value in _leaves(abstract).items()}
     for name in source.names():
         place = expected.get(name)
         if place is None:
             continue  # a buffer that check_names lets pass
         target = buffers.pop(place.path)  # the only reference, so that it can be donated
-        # np.array copies: what jax gets is memory of its own in the target dtype, not a map of the file.
-        value = jax.device_put(np.array(source.read(name), dtype=target.dtype, order="C"), sharding)
-        buffers[place.path] = _put(target, value, 0 if place.layer is None else place.layer, place.layer is not None)
+        value = _value(source.read(name), formats[name], dtype, sharding)
+        buffers[place.path] = _with_row(target, value, place.layer)
         # Without waiting, the host would run ahead of the copies and hold every tensor that is still under way.
-        buffers[place.path].block_until_ready()
+        jax.block_until_ready(buffers[place.path])
+    graphdef, state = nnx.split(abstract)
     flat = nnx.to_flat_state(state)
     filled = [(path, variable.replace(buffers[".".join(map(str, path))])) for path, variable in flat]
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def _leaves(model: CausalLM) -> dict[str, Any]:
+    """Our path -> value of every variable."""
+    return {".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
+
+
+def _value(
+    tensor: np.ndarray | QuantizedWeight, packed: PackedFormat | None, dtype: Any, sharding: NamedSharding | None
+) -> Any:
+    """What is put into the buffers for a tensor: an array or a QuantizedWeight on the device."""
+    # np.array copies: what jax gets is memory of its own, not a map of the file.
+    if isinstance(tensor, QuantizedWeight):
+        return jax.device_put(jax.tree.map(np.array, tensor), sharding)
+    value = jax.device_put(np.array(tensor, dtype=dtype, order="C"), sharding)
+    if packed is None:
+        return value
+    return quantize(value, quant_type=packed.quant_type, nested=packed.nested)
+
+
+def _with_row(buffer: Any, value: Any, layer: int | None) -> Any:
+    """The buffer, which is used up, with one layer's value in its row."""
+    if layer is None:
+        return _replace_all(buffer, value)
+    if not isinstance(buffer, MixedWeight):
+        return _put(buffer, value, layer)
+    row = buffer.row(layer)
+    if buffer.is_quantized[layer]:
+        return dataclasses.replace(buffer, quantized=_put(buffer.quantized, value, row))
+    return dataclasses.replace(buffer, dense=_put(buffer.dense, value, row))
 
 
 def _settle_head(config: ModelConfig, source: TensorSource) -> tuple[ModelConfig, TensorSource]:
@@ -93,12 +138,15 @@ class _Without:
         return [name for name in self._source.names() if name != self._name]
 
 
-def _empty(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None) -> jax.Array:
-    return jnp.zeros(shape, dtype, device=sharding)
+def _empty(sharding: NamedSharding | None, leaf: Any) -> jax.Array:
+    return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
 
 
-@partial(jax.jit, static_argnames="stacked", donate_argnums=0)
-def _put(buffer: jax.Array, value: jax.Array, layer: int | jax.Array, stacked: bool) -> jax.Array:
-    if not stacked:
-        return jax.lax.dynamic_update_slice(buffer, value, (0,) * buffer.ndim)
-    return jax.lax.dynamic_update_index_in_dim(buffer, value, layer, 0)
+@partial(jax.jit, donate_argnums=0)
+def _replace_all(buffer: Any, value: Any) -> Any:
+    return jax.tree.map(lambda b, v: jax.lax.dynamic_update_slice(b, v, (0,) * b.ndim), buffer, value)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(buffer: Any, value: Any, layer: int | jax.Array) -> Any:
+    return jax.tree.map(lambda b, v: jax.lax.dynamic_update_index_in_dim(b, v, layer, 0), buffer, value)

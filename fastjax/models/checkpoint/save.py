@@ -4,18 +4,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from fastjax.errors import UserError
 from fastjax.models.checkpoint.files import replace_folder, write_json
-from fastjax.models.checkpoint.names import places
 from fastjax.models.checkpoint.safetensors_header import read_header
 from fastjax.models.checkpoint.safetensors_io import LazyTensor, write_safetensors
+from fastjax.models.checkpoint.tensors import FORMS, model_tensors, quantization_of
 from fastjax.models.checkpoint.tokenizer import save_tokenizer
 from fastjax.models.decoder import CausalLM
+from fastjax.models.quantized import is_quantized
 
 _DTYPES = ("bfloat16", "float16", "float32")
 # In the weights' own metadata, since other programs carry the keys of a config.json over into what they write.
@@ -27,6 +26,7 @@ def save_model(
     folder: str | Path,
     *,
     dtype: Any = None,
+    form: str = "as_is",
     tokenizer: Any = None,
     generation_config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
@@ -34,26 +34,35 @@ def save_model(
 ) -> None:
     """Writes config.json, the weights and what goes with them; the folder appears complete or not at all.
 
-    Tensors leave the device one at a time. A model whose head is its embedding is written without lm_head.weight.
+    Tensors leave the device one at a time, and are merged or decoded one at a time: the model in memory is neither
+    changed nor copied. A model whose head is its embedding is written without lm_head.weight.
 
     Args:
-      model: without adapters; merge them first.
+      model: with adapters only where `form` merges them.
       folder: is made, together with its parents.
-      dtype: of the written weights: bfloat16, float16 or float32; None means the one the model computes in
-        (`model.dtype`): weights trained in full are float32 in memory, and their float32 is the optimiser's.
+      dtype: of the written weights that are not 4-bit: bfloat16, float16 or float32; None means the one the model
+        computes in (`model.dtype`): weights trained in full are float32 in memory, and their float32 is the
+        optimiser's.
+      form: "as_is" writes 4-bit weights in bitsandbytes' form; "merged" decodes them and adds the adapters,
+        W + scale B A summed in float32 and rounded once; "merged_4bit" quantises that sum again wherever the model is
+        4-bit, which loses what of the adapters is below a step of the 4-bit grid.
       tokenizer: is saved with its chat template.
       generation_config: contents of generation_config.json, written unchanged even if transformers would refuse them.
       max_shard_bytes: weights above this size are split into files of at most that size, with an index.
       overwrite: replace the model in a folder that is not empty; other files stay, see `replace_folder`.
-    Raises: UserError if the folder is not empty, the dtype is another one, or an adapter is attached.
+    Raises: UserError if the folder is not empty, the dtype is another one, or an adapter is attached that `form` does
+      not merge.
     """
     dtype = jnp.dtype(model.dtype if dtype is None else dtype)
     if dtype.name not in _DTYPES:
         raise UserError(f"dtype={dtype.name} for a saved model; it must be one of {', '.join(_DTYPES)}")
-    tensors = _tensors(model, dtype)
+    assert form in FORMS, form
+    tensors = model_tensors(model, dtype, form)
     with replace_folder(Path(folder), overwrite) as target:
         config = {**model.config.to_hf(), "dtype": dtype.name, "torch_dtype": dtype.name}
         config["tie_word_embeddings"] = model.lm_head is None
+        if form != "merged" and is_quantized(model):
+            config["quantization_config"] = quantization_of(model).to_hf(dtype.name)
         write_json(target / "config.json", config)
         if generation_config is not None:
             write_json(target / "generation_config.json", dict(generation_config))
@@ -69,22 +78,6 @@ def is_saved_model(folder: Path) -> bool:
         return bool(files) and all(read_header(file).metadata.items() >= _MARK.items() for file in files)
     except UserError:
         return False
-
-
-def _tensors(model: CausalLM, dtype: Any) -> dict[str, LazyTensor]:
-    leaves = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    adapters = [path for path in leaves if ".lora." in path]
-    if adapters:
-        raise UserError(f"the model has adapters ({adapters[0]}, ...); merge them before it is saved as a model")
-    return {
-        name: LazyTensor(place.shape, dtype, lambda place=place: _fetch(leaves[place.path], place.layer, dtype))  # type: ignore[misc]
-        for name, place in places({path: leaf.shape for path, leaf in leaves.items()}).items()
-    }
-
-
-def _fetch(leaf: jax.Array, layer: int | None, dtype: Any) -> np.ndarray:
-    # The cast runs on the device; bfloat16 and float16 halve what has to be copied.
-    return np.asarray((leaf if layer is None else leaf[layer]).astype(dtype))
 
 
 def _write_weights(folder: Path, tensors: Mapping[str, LazyTensor], max_shard_bytes: int) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from fastjax.errors import UserError
-from fastjax.models.checkpoint.checkpoint import Checkpoint, TensorInfo
+from fastjax.models.checkpoint.bitsandbytes import BitsandbytesSource, has_packed_weights
+from fastjax.models.checkpoint.checkpoint import Checkpoint, TensorInfo, TensorSource
 from fastjax.models.checkpoint.files import read_json
 from fastjax.models.checkpoint.hub import resolve_model
 from fastjax.models.checkpoint.names import check_sizes
 from fastjax.models.checkpoint.safetensors_io import SafetensorsFile
+from fastjax.models.quant_config import QuantConfig
 from fastjax.models.values import INT32_MAX, shown, token_ids
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -41,9 +43,25 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         generation_config = read_json(path / "generation_config.json")
         _check_token_ids(path / "generation_config.json", generation_config, config.get("vocab_size"))
         _complain(path / "generation_config.json", generation_config)
-    tensors = SafetensorsSource(path)
+    tensors, quantization = _with_4bit(SafetensorsSource(path), config)
     check_sizes(tensors, config)
-    return Checkpoint(model, path, config, generation_config, tensors)
+    return Checkpoint(model, path, config, generation_config, tensors, quantization=quantization)
+
+
+def _with_4bit(source: TensorSource, config: Mapping[str, Any]) -> tuple[TensorSource, QuantConfig | None]:
+    """The tensors with bitsandbytes' 4-bit weights put together, and what config.json says of them."""
+    packed = has_packed_weights(source)
+    if not config.get("quantization_config"):
+        if packed:
+            raise UserError(f"{source.describe()} holds 4-bit weights, and config.json has no quantization_config")
+        return source, None
+    quantization = QuantConfig.from_hf(config["quantization_config"])
+    if not packed:
+        raise UserError(
+            f"config.json has the quantization_config of 4-bit weights, and {source.describe()} holds none; remove "
+            "quantization_config, and ask for 4 bit when the model is loaded"
+        )
+    return BitsandbytesSource(source), quantization
 
 
 class SafetensorsSource:
