@@ -1,0 +1,137 @@
+"""One training step of a random-weight model: what `benchmarks.step` measures."""
+
+import argparse
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.gpu_timing import kernel_times
+from benchmarks.random_model import random_model
+from benchmarks.step import LENGTHS
+from fastjax.models.config import ModelConfig
+from fastjax.models.lora import LoraConfig, apply_lora, split_trainable
+from fastjax.models.quant_config import QuantConfig
+from fastjax.train.mesh import batch_sharding, make_mesh, replicated
+from fastjax.train.optim import make_optimizer
+from fastjax.train.step import make_train_step
+
+# What an H200 holds for seconds in bfloat16 matmuls.
+FLOP_PER_SECOND = 687e12
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Compile, warm up and time the step; every figure that the benchmark prints."""
+    mesh = make_mesh(1)
+    changes = {} if options.layers is None else {"num_hidden_layers": options.layers}
+    changes["max_position_embeddings"] = max(options.seq, 8192)
+    model = random_model(options.preset, QuantConfig() if options.method == "qlora" else None, **changes)
+    apply_lora(model, LoraConfig(r=options.rank, lora_alpha=options.rank), jax.random.key(0))
+    config = model.config
+    graphdef, trainable, frozen = split_trainable(model, options.method)
+    del model
+    optimizer = make_optimizer(optax.constant_schedule(1e-4), optim=options.optim)
+    trainable, frozen = jax.device_put((trainable, frozen), replicated(mesh))
+    opt_state = jax.jit(optimizer.init)(trainable)
+    batch = jax.device_put(make_batch(options, config.vocab_size), batch_sharding(mesh))
+    rng = jax.random.key(0)
+    step = make_train_step(graphdef, optimizer, mesh=mesh, remat=options.remat)
+    started = time.perf_counter()
+    compiled = step.lower(trainable, opt_state, frozen, batch, rng).compile()
+    compile_s = time.perf_counter() - started
+    memory = compiled.memory_analysis()
+    num_tokens = int(np.sum(np.asarray(batch["segment_ids"]) > 0))
+    losses: list[float] = []
+
+    def run(count: int) -> None:
+        nonlocal trainable, opt_state
+        for _ in range(count):
+            trainable, opt_state, metrics = compiled(trainable, opt_state, frozen, batch, rng)
+        losses.append(float(metrics["loss_sum"]) / max(int(metrics["num_target_tokens"]), 1))
+
+    run(2)
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        run(options.steps)
+        times.append((time.perf_counter() - started) / options.steps)
+    step_s = min(times)
+    if options.profile:
+        print_profile(kernel_times(lambda: run(1)))
+    flop = useful_flop(config, batch)
+    stats = jax.devices()[0].memory_stats() or {}
+    return {
+        "preset": options.preset,
+        "method": options.method,
+        "batch": options.batch,
+        "seq": options.seq,
+        "packed": options.packed,
+        "remat": options.remat,
+        "memory_budget_gib": options.memory_budget_gib,
+        "tokens_per_second": round(num_tokens / step_s, 1),
+        "step_ms": round(step_s * 1e3, 2),
+        "spread_ms": round((max(times) - min(times)) * 1e3, 2),
+        "useful_tflops": round(flop / step_s / 1e12, 1),
+        "share_of_687": round(flop / step_s / FLOP_PER_SECOND, 3),
+        "peak_gib": round(stats.get("peak_bytes_in_use", 0) / 2**30, 2),
+        "compiled_gib": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30, 2),
+        "host_gib": round(memory.host_temp_size_in_bytes / 2**30, 2),
+        "compile_s": round(compile_s, 1),
+        "losses": [round(loss, 4) for loss in losses],
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+
+
+def make_batch(options: argparse.Namespace, vocab_size: int) -> dict[str, np.ndarray]:
+    """[1, B, T] arrays of random ids: full rows, or rows packed first-fit from a list of lengths."""
+    rng = np.random.default_rng(0)
+    shape = (1, options.batch, options.seq)
+    ids = rng.integers(0, vocab_size, shape).astype(np.int32)
+    segments = np.ones(shape, np.int32)
+    positions = np.broadcast_to(np.arange(options.seq, dtype=np.int32), shape).copy()
+    if options.packed:
+        lengths = np.loadtxt(LENGTHS / f"{options.packed}.txt", dtype=np.int64)
+        segments, positions = packed_rows(rng.permutation(lengths), options.batch, options.seq)
+        segments, positions = segments[None], positions[None]
+    return {"input_ids": ids, "loss_mask": segments > 0, "segment_ids": segments, "positions": positions}
+
+
+def packed_rows(lengths: np.ndarray, num_rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """segment_ids and positions, int32 [num_rows, width]: documents first-fit, as many as there is room for."""
+    segments, positions = np.zeros((num_rows, width), np.int32), np.zeros((num_rows, width), np.int32)
+    filled, count = [0] * num_rows, [0] * num_rows
+    for length in np.minimum(lengths, width):
+        row = next((row for row in range(num_rows) if filled[row] + length <= width), None)
+        if row is None:
+            continue
+        where = slice(filled[row], filled[row] + length)
+        count[row] += 1
+        segments[row, where], positions[row, where] = count[row], np.arange(length)
+        filled[row] += length
+        if min(width - f for f in filled) < lengths.min():
+            break
+    return segments, positions
+
+
+def useful_flop(config: ModelConfig, batch: dict[str, jax.Array]) -> float:
+    """FLOP of a step that recomputes nothing: forward and input gradient of the frozen matmuls, and attention."""
+    width, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    layer = width * head * (2 * heads + 2 * kv_heads) + 3 * width * inner
+    matmuls = config.num_hidden_layers * layer + width * config.vocab_size
+    num_tokens = float(jnp.sum(batch["segment_ids"] > 0))
+    # A token at position p of its document sees p + 1 keys.
+    seen = float(jnp.sum(jnp.where(batch["segment_ids"] > 0, batch["positions"] + 1, 0)))
+    attention = config.num_hidden_layers * 4 * heads * head * seen
+    return 4 * matmuls * num_tokens + 3.5 * attention
+
+
+def print_profile(times: dict[str, list[float]]) -> None:
+    rows = sorted(((sum(values), len(values), name) for name, values in times.items()), reverse=True)
+    for total, count, name in rows[:40]:
+        print(f"    {total * 1e3:9.2f} ms {count:6d} x  {name[:100]}")
+    print(f"    {sum(row[0] for row in rows) * 1e3:9.2f} ms on the device", flush=True)
