@@ -54,13 +54,16 @@ def _linspace(start: float, stop: float, num: int) -> np.ndarray:
 
 
 @lru_cache
-def dynamic_map() -> np.ndarray:
-    """float32 [256], ascending: the signed dynamic map in which block scales are coded."""
+def dynamic_map(signed: bool = True) -> np.ndarray:
+    """float32 [256], ascending: the dynamic map in which block scales and optimiser states are coded.
+
+    The signed map covers [-1, 1]; the unsigned one covers [0, 1] with twice the values.
+    """
     values = [0.0, 1.0]
     for exponent in range(7):
-        edges = _linspace(0.1, 1.0, 2**exponent + 1)
+        edges = _linspace(0.1, 1.0, 2 ** (exponent + (not signed)) + 1)
         means = np.float32(10.0 ** (exponent - 6)) * ((edges[:-1] + edges[1:]) / np.float32(2))
-        values += [*means, *-means]
+        values += [*means, *(-means if signed else ())]
     return np.sort(np.array(values, np.float32))
 
 
