@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from fastjax.kernels._dispatch import choose, triton_reason
-from fastjax.kernels.lora.many_rows import joined_backward, joined_forward, transposed_product
+from fastjax.kernels.lora.many_rows import joined_adapters, joined_backward, joined_forward, transposed_product
 from fastjax.kernels.nf4.api import check_one_layer, dequantize
 from fastjax.kernels.nf4.tables import BLOCK_SIZE
 from fastjax.kernels.nf4.weight import QuantizedWeight
@@ -32,7 +34,8 @@ def lora_matmul(
     """A linear layer with a low-rank adapter: y = x . W^T + scale (x . A^T) . B^T, of one projection or several of x.
 
     Sums are float32; y has x's dtype, in which A and scale * B are read. W and scale get no gradient; those of A and B
-    have their dtypes. The backward keeps only x (and the parameters) and computes x . A again.
+    have their dtypes. The backward keeps x and x . A, the latter R / in of the former's size and named "lora_xa" for
+    `jax.checkpoint`'s policies.
 
     Args:
       x: [..., in] float.
@@ -96,30 +99,35 @@ def _implementations(num_rows: int, weights: tuple, interpret: bool) -> dict[str
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _lora_matmul(x, weights, lora_as, lora_bs, scales, implementation: str, interpret: bool) -> tuple[jax.Array, ...]:
-    scaled = [scale * b for scale, b in zip(scales, lora_bs, strict=True)]
+    return _forward(x, weights, lora_as, lora_bs, scales, implementation, interpret)[0]
+
+
+def _forward(x, weights, lora_as, lora_bs, scales, implementation, interpret):
+    lora_a, lora_b = _joined(lora_as, lora_bs, scales, x.dtype)
     if implementation == "joined":
-        y = joined_forward(x, weights, lora_as, scaled, interpret)
-        return tuple(jnp.split(y, _ends(weights), axis=1))
-    xa = jnp.split(product(x, jnp.concatenate(lora_as).astype(x.dtype)), _ends(lora_as), axis=1)
-    scaled = [b.astype(x.dtype) for b in scaled]
-    if implementation == "pallas_triton":
-        return tuple(
-            quant_matmul_pallas(x, weight, (one_xa, b), interpret=interpret)
-            for weight, one_xa, b in zip(weights, xa, scaled, strict=True)
-        )
-    return tuple(
-        product(x, _matrix(weight, x.dtype, interpret)) + product(one_xa, b)
-        for weight, one_xa, b in zip(weights, xa, scaled, strict=True)
-    )
+        y, xa = joined_forward(x, weights, lora_a, lora_b, interpret)
+        outputs = jnp.split(y, _ends(weights), axis=1)
+    else:
+        xa = product(x, lora_a)
+        parts = zip(weights, *_by_projection(xa, lora_b, weights), strict=True)
+        if implementation == "pallas_triton":
+            outputs = [quant_matmul_pallas(x, weight, (xa, b), interpret=interpret) for weight, xa, b in parts]
+        else:
+            outputs = [product(x, _matrix(weight, x.dtype, interpret)) + product(xa, b) for weight, xa, b in parts]
+    return tuple(outputs), (x, checkpoint_name(xa, "lora_xa"), weights, lora_as, lora_bs, scales)
 
 
-def _ends(parts: tuple) -> list[int]:
-    """Where one part's rows end and the next one's begin, in the joined rows."""
-    ends, total = [], 0
-    for part in parts[:-1]:
-        total += part.shape[0]
-        ends.append(total)
-    return ends
+def _joined(lora_as, lora_bs, scales, dtype) -> tuple[jax.Array, jax.Array]:
+    return joined_adapters(lora_as, [scale * b for scale, b in zip(scales, lora_bs, strict=True)], dtype)
+
+
+def _ends(weights: tuple) -> list[int]:
+    """Where one projection's rows end and the next one's begin, in the joined rows."""
+    return list(accumulate(weight.shape[0] for weight in weights[:-1]))
+
+
+def _by_projection(xa: jax.Array, lora_b: jax.Array, weights: tuple) -> tuple[list[jax.Array], list[jax.Array]]:
+    return jnp.split(xa, len(weights), axis=1), jnp.split(lora_b, _ends(weights))
 
 
 def _matrix(weight, dtype: jnp.dtype, interpret: bool) -> jax.Array:
@@ -128,37 +136,35 @@ def _matrix(weight, dtype: jnp.dtype, interpret: bool) -> jax.Array:
     return weight.astype(dtype)
 
 
-def _forward(x, weights, lora_as, lora_bs, scales, implementation, interpret):
-    outputs = _lora_matmul(x, weights, lora_as, lora_bs, scales, implementation, interpret)
-    return outputs, (x, weights, lora_as, lora_bs, scales)
-
-
 def _backward(implementation, interpret, residuals, douts):
-    x, weights, lora_as, lora_bs, scales = residuals
-    scaled = [scale * b for scale, b in zip(scales, lora_bs, strict=True)]
+    x, xa, weights, lora_as, lora_bs, scales = residuals
+    lora_a, lora_b = _joined(lora_as, lora_bs, scales, x.dtype)
     if implementation == "joined":
-        dx, dlora_as, dscaled = joined_backward(jnp.concatenate(douts, axis=1), x, weights, lora_as, scaled, interpret)
+        dx, da, db = joined_backward(jnp.concatenate(douts, axis=1), x, xa, weights, lora_a, lora_b, interpret)
     else:
-        dx, dlora_as, dscaled = _separate_backward(douts, x, weights, lora_as, scaled, implementation, interpret)
-    dlora_as = [d.astype(a.dtype) for d, a in zip(dlora_as, lora_as, strict=True)]
-    dlora_bs = [(scale * d).astype(b.dtype) for scale, d, b in zip(scales, dscaled, lora_bs, strict=True)]
-    return dx, None, tuple(dlora_as), tuple(dlora_bs), None
+        dx, da, db = _separate_backward(douts, x, xa, weights, lora_a, lora_b, implementation, interpret)
+    das, dbs = jnp.split(da, len(weights)), jnp.split(db, _ends(weights))
+    dlora_as = tuple(d[: len(a)].astype(a.dtype) for d, a in zip(das, lora_as, strict=True))
+    dlora_bs = tuple(
+        (scale * d[:, : b.shape[1]]).astype(b.dtype) for scale, d, b in zip(scales, dbs, lora_bs, strict=True)
+    )
+    return dx, None, dlora_as, dlora_bs, None
 
 
-def _separate_backward(douts, x, weights, lora_as, scaled, implementation, interpret):
-    """(dx, float32 dA, float32 dB of the scaled B), one projection after the other; dx is summed in float32."""
-    xa = jnp.split(product(x, jnp.concatenate(lora_as).astype(x.dtype)), _ends(lora_as), axis=1)
-    dx, das, dbs = jnp.zeros(x.shape, jnp.float32), [], []
-    for dout, weight, a, b, one_xa in zip(douts, weights, lora_as, scaled, xa, strict=True):
-        t = product(dout, b.astype(x.dtype), transposed=False)
+def _separate_backward(douts, x, xa, weights, lora_a, lora_b, implementation, interpret):
+    """(dx, float32 dA, float32 dB), as `joined_backward`; the projections' parts of dx are summed in float32."""
+    dx, ts, dbs = jnp.zeros(x.shape, jnp.float32), [], []
+    for dout, weight, one_xa, b in zip(douts, weights, *_by_projection(xa, lora_b, weights), strict=True):
         if implementation == "pallas_triton":
             base = quant_matmul_gradient_pallas(dout, weight, interpret=interpret)
         else:
             base = product(dout, _matrix(weight, x.dtype, interpret), transposed=False)
-        dx = dx + base.astype(jnp.float32) + product(t, a.astype(x.dtype), transposed=False).astype(jnp.float32)
-        das.append(transposed_product(t, x))
+        dx = dx + base.astype(jnp.float32)
+        ts.append(product(dout, b, transposed=False))
         dbs.append(transposed_product(dout, one_xa))
-    return dx.astype(x.dtype), das, dbs
+    t = jnp.concatenate(ts, axis=1)
+    dx = dx + product(t, lora_a, transposed=False).astype(jnp.float32)
+    return dx.astype(x.dtype), transposed_product(t, x), jnp.concatenate(dbs)
 
 
 _lora_matmul.defvjp(_forward, _backward)

@@ -14,10 +14,6 @@ class SumTiles:
     num_warps: int
 
 
-def sum_tiles() -> SumTiles:
-    return SumTiles(rows=64, blocks=1, num_warps=4)
-
-
 @dataclass(frozen=True)
 class GradientTiles:
     """Of one program of the kernel that makes both skinny products of dy.
@@ -35,18 +31,55 @@ class GradientTiles:
     num_stages: int
 
 
-def one_pass_rank(max_rank: int, dtype: jnp.dtype) -> int | None:
-    """The rank to which adapters are padded for the kernel that reads dy once, or None where it does not pay.
+@dataclass(frozen=True)
+class ColumnTiles:
+    """rows of x that a program owns, and columns a step."""
 
-    The parts of its sums grow with the square of the rank over the columns that a program can hold. Tensor-core
-    products have at least 16 terms, and tiles are powers of two.
-    """
-    rank = max(16, 1 << (max_rank - 1).bit_length())
-    return rank if rank <= 32 and jnp.dtype(dtype).itemsize == 2 else None
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class AddTiles:
+    """rows and columns of y that a program owns."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+def sum_tiles() -> SumTiles:
+    return SumTiles(rows=32, blocks=4, num_warps=8)
 
 
 def gradient_tiles(rank: int) -> GradientTiles:
-    return GradientTiles(columns=512, rows=32, steps=16, num_warps=rank // 4, num_stages=3)
+    return GradientTiles(columns=512, rows=32, steps=16, num_warps=rank // 4, num_stages=3 if rank <= 16 else 2)
+
+
+def column_tiles(num_in: int, num_extra: int) -> ColumnTiles:
+    columns = 128 if num_in % 128 == 0 else 64
+    return ColumnTiles(rows=64, columns=columns, num_warps=4, num_stages=4 if num_extra <= 64 else 3)
+
+
+def add_tiles() -> AddTiles:
+    return AddTiles(rows=64, columns=128, num_warps=4)
+
+
+def padded_rank(max_rank: int) -> int:
+    """Tensor-core products have at least 16 terms, and tiles are powers of two."""
+    return max(16, 1 << (max_rank - 1).bit_length())
+
+
+def one_pass_over_gradient(rank: int, dtype: jnp.dtype) -> bool:
+    """Whether `gradient_products` pays: its parts grow with the rank. Its tiles are for 16-bit values."""
+    return rank <= 32 and jnp.dtype(dtype).itemsize == 2
+
+
+def one_pass_over_input(num_extra: int, dtype: jnp.dtype) -> bool:
+    """Whether `with_columns` can be used: its sums are in registers. Its tiles are for 16-bit values."""
+    return num_extra <= 128 and jnp.dtype(dtype).itemsize == 2
 
 
 def columns_are_cheaper(num_in: int, num_out: int) -> bool:

@@ -1,8 +1,10 @@
 """Adapters over joined 4-bit weights for many rows: one matmul for all projections of the same x.
 
 Forward: the weights are decoded into one buffer. Either B stands in further columns of it and x . A in further columns
-of x, and one matmul does all; or the adapter's product is added afterwards. Backward: the buffer holds W + B . A (see
-`pallas_triton`), and the two skinny products of dy and of x are one matmul each for all projections. Only x is kept.
+of x, and one matmul does all; or the adapter's product is added afterwards. Backward: the buffer holds W + B . A, and
+dy is read once for its two skinny products (see `pallas_triton_backward`).
+
+Adapters come joined: A [projections * R, in] and B [sum out, R], each padded with zeros to the common rank R.
 """
 
 from collections.abc import Sequence
@@ -10,8 +12,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from fastjax.kernels.lora.blocks import columns_are_cheaper, one_pass_rank
-from fastjax.kernels.lora.pallas_triton import gradient_products, weights_plus_adapters
+from fastjax.kernels.lora.blocks import columns_are_cheaper, one_pass_over_gradient, one_pass_over_input, padded_rank
+from fastjax.kernels.lora.pallas_triton_backward import gradient_products, weights_plus_adapters
+from fastjax.kernels.lora.pallas_triton_forward import add_product, with_columns
 from fastjax.kernels.nf4.pallas_triton import dequantize_joined
 from fastjax.kernels.nf4.weight import QuantizedWeight
 from fastjax.kernels.quant_matmul.reference import product
@@ -20,75 +23,66 @@ from fastjax.kernels.quant_matmul.reference import product
 _COLUMN_MULTIPLE = 64
 
 
-def block_diagonal(lora_b: Sequence[jax.Array], ranks: Sequence[int], dtype: jnp.dtype) -> jax.Array:
-    """[sum out, sum ranks]: B_i on the diagonal, each padded to its rank."""
-    rows, first = [], 0
-    for b, rank in zip(lora_b, ranks, strict=True):
-        rows.append(jnp.pad(b.astype(dtype), ((0, 0), (first, sum(ranks) - first - b.shape[1]))))
-        first += rank
-    return jnp.concatenate(rows)
+def joined_adapters(
+    lora_a: Sequence[jax.Array], lora_b: Sequence[jax.Array], dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """(A, B) as the functions below take them, in this dtype."""
+    rank = padded_rank(max(map(len, lora_a)))
+    a = [jnp.pad(a, ((0, rank - len(a)), (0, 0))) for a in lora_a]
+    b = [jnp.pad(b, ((0, 0), (0, rank - b.shape[1]))) for b in lora_b]
+    return jnp.concatenate(a).astype(dtype), jnp.concatenate(b).astype(dtype)
+
+
+def block_diagonal(lora_b: jax.Array, outs: Sequence[int], num_columns: int) -> jax.Array:
+    """[sum out, num_columns]: the B of each projection in columns of its own, zeros elsewhere."""
+    rank = lora_b.shape[1]
+    projection = jnp.repeat(jnp.arange(len(outs)), jnp.array(outs), total_repeat_length=len(lora_b))
+    column = jnp.arange(num_columns)
+    return jnp.where(column // rank == projection[:, None], lora_b[:, column % rank], 0)
 
 
 def joined_forward(
-    x: jax.Array,
-    weights: Sequence[QuantizedWeight],
-    lora_a: Sequence[jax.Array],
-    lora_b: Sequence[jax.Array],
-    interpret: bool,
-) -> jax.Array:
-    """[M, sum out]; lora_b includes the scale."""
-    num_rows, num_in = x.shape
-    xa, ranks = _low_rank(x, lora_a)
-    b = block_diagonal(lora_b, ranks, x.dtype)
-    if not columns_are_cheaper(num_in, len(b)):
-        return product(x, dequantize_joined(weights, x.dtype, interpret=interpret)) + product(xa, b)
-    extra = -(-xa.shape[1] // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
-    padding = ((0, 0), (0, extra - xa.shape[1]))
+    x: jax.Array, weights: Sequence[QuantizedWeight], lora_a: jax.Array, lora_b: jax.Array, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """(y [M, sum out], x . A [M, projections * R]); lora_b includes the scale."""
+    num_in = x.shape[1]
+    outs = [weight.shape[0] for weight in weights]
+    extra = max(_COLUMN_MULTIPLE, padded_rank(len(lora_a)))
+    if not columns_are_cheaper(num_in, len(lora_b)):
+        xa = product(x, lora_a)
+        y = product(x, dequantize_joined(weights, x.dtype, interpret=interpret))
+        padded = jnp.pad(xa, ((0, 0), (0, padded_rank(len(lora_a)) - len(lora_a))))
+        return add_product(y, padded, block_diagonal(lora_b, outs, padded.shape[1]), interpret=interpret), xa
+    if one_pass_over_input(extra, x.dtype):
+        wide, xa = with_columns(x, lora_a, extra, interpret=interpret)
+    else:
+        xa = product(x, lora_a)
+        wide = jnp.concatenate([x, jnp.pad(xa, ((0, 0), (0, extra - len(lora_a))))], axis=1)
     matrix = dequantize_joined(weights, x.dtype, extra_columns=extra, interpret=interpret)
-    matrix = jax.lax.dynamic_update_slice(matrix, jnp.pad(b, padding), (0, num_in))
-    return product(jnp.concatenate([x, jnp.pad(xa, padding)], axis=1), matrix)
+    matrix = jax.lax.dynamic_update_slice(matrix, block_diagonal(lora_b, outs, extra), (0, num_in))
+    return product(wide, matrix), xa
 
 
 def joined_backward(
     dout: jax.Array,
     x: jax.Array,
+    xa: jax.Array,
     weights: Sequence[QuantizedWeight],
-    lora_a: Sequence[jax.Array],
-    lora_b: Sequence[jax.Array],
+    lora_a: jax.Array,
+    lora_b: jax.Array,
     interpret: bool,
-) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
-    """(dx, float32 dA_i, float32 dB_i of the B_i that include the scale) for dout [M, sum out]."""
-    dx = product(dout, weights_plus_adapters(weights, lora_a, lora_b, x.dtype, interpret=interpret), transposed=False)
-    xa, ranks = _low_rank(x, lora_a)
-    if rank := one_pass_rank(max(map(len, lora_a)), x.dtype):
-        b = jnp.concatenate([_padded(one_b, 1, rank) for one_b in lora_b]).astype(x.dtype)
-        t, db = gradient_products(dout, xa, b, [len(one_b) for one_b in lora_b], interpret=interpret)
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(dx, float32 dA, float32 dB), the latter two joined like A and B, for dout [M, sum out]; B includes the scale."""
+    outs = [weight.shape[0] for weight in weights]
+    dx = product(dout, weights_plus_adapters(weights, lora_a, lora_b, interpret=interpret), transposed=False)
+    if one_pass_over_gradient(lora_b.shape[1], x.dtype):
+        t, db = gradient_products(dout, xa, lora_b, outs, interpret=interpret)
     else:
-        t = product(dout, block_diagonal(lora_b, ranks, x.dtype), transposed=False)
-        db = transposed_product(dout, xa)
-    da = transposed_product(t, x)
-    das, dbs, row, column = [], [], 0, 0
-    for one_a, one_b, one_rank in zip(lora_a, lora_b, ranks, strict=True):
-        das.append(da[column : column + len(one_a)])
-        first = 0 if rank else column
-        dbs.append(db[row : row + len(one_b), first : first + len(one_a)])
-        row, column = row + len(one_b), column + one_rank
-    return dx, das, dbs
-
-
-def _low_rank(x: jax.Array, lora_a: Sequence[jax.Array]) -> tuple[jax.Array, list[int]]:
-    """x . A of all projections side by side, and how many columns each has, padding included."""
-    rank = one_pass_rank(max(map(len, lora_a)), x.dtype)
-    ranks = [rank or len(a) for a in lora_a]
-    a = jnp.concatenate([_padded(a, 0, columns) for a, columns in zip(lora_a, ranks, strict=True)])
-    return product(x, a.astype(x.dtype)), ranks
-
-
-def _padded(array: jax.Array, axis: int, size: int) -> jax.Array:
-    """Zeros at the end of the axis up to this size."""
-    padding = [(0, 0), (0, 0)]
-    padding[axis] = (0, size - array.shape[axis])
-    return jnp.pad(array, padding)
+        t = product(dout, block_diagonal(lora_b, outs, len(lora_a)), transposed=False)
+        blocks = transposed_product(dout, xa).reshape(len(lora_b), len(outs), -1)
+        projection = jnp.repeat(jnp.arange(len(outs)), jnp.array(outs), total_repeat_length=len(lora_b))
+        db = jnp.take_along_axis(blocks, projection[:, None, None], axis=1)[:, 0]
+    return dx, transposed_product(t, x), db
 
 
 def transposed_product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Projections of one layer of real models, and the calls that the compile tests and the benchmarks make of them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -32,11 +33,14 @@ def forward_and_gradients(implementation: str) -> Callable:
     return run
 
 
-def abstract_arguments(group: tuple[int, tuple[int, ...]], num_rows: int, rank: int, dtype=jnp.bfloat16) -> tuple:
+def abstract_arguments(
+    group: tuple[int, tuple[int, ...]], num_rows: int, rank: int, *, num_layers: int | None = None
+) -> tuple:
     """The arguments of `forward_and_gradients`' function as jax.ShapeDtypeStruct."""
     num_in, outs = group
+    dtype = jnp.bfloat16
     x = jax.ShapeDtypeStruct((num_rows, num_in), dtype)
-    weights = tuple(abstract_weight((out, num_in)) for out in outs)
+    weights = tuple(abstract_weight((out, num_in), num_layers=num_layers) for out in outs)
     lora_a = tuple(jax.ShapeDtypeStruct((rank, num_in), jnp.float32) for _ in outs)
     lora_b = tuple(jax.ShapeDtypeStruct((out, rank), jnp.float32) for out in outs)
     douts = tuple(jax.ShapeDtypeStruct((num_rows, out), dtype) for out in outs)
@@ -48,6 +52,9 @@ def compile_cases() -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
     joined, fused = forward_and_gradients("joined"), forward_and_gradients("pallas_triton")
     yield "joined, Llama-3-8B q, k, v, 2048 rows", joined, abstract_arguments(LLAMA_3_8B["q, k, v"], 2048, 16)
     yield "joined, Llama-3-8B down, 2048 rows", joined, abstract_arguments(LLAMA_3_8B["down"], 2048, 64)
+    x, weights, *others = abstract_arguments(LLAMA_3_8B["gate, up"], 1000, 32, num_layers=2)
+    weights = tuple(replace(weight, layer=jax.ShapeDtypeStruct((), jnp.int32)) for weight in weights)
+    yield "joined, a layer of Llama-3-8B gate, up, 1000 rows", joined, (x, weights, *others)
     yield "joined, SmolLM2-135M q, k, v, 129 rows", joined, abstract_arguments(SMOLLM2_135M["q, k, v"], 129, 8)
     yield "fused, Llama-3-8B o, 1 row", fused, abstract_arguments(LLAMA_3_8B["o"], 1, 16)
     yield "fused, SmolLM2-135M down, 17 rows", fused, abstract_arguments(SMOLLM2_135M["down"], 17, 12)

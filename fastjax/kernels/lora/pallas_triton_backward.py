@@ -1,10 +1,15 @@
-"""W + B . A, decoded, summed and rounded in one kernel: the matrix of the input gradient.
+"""Two kernels of the backward over many rows: the matrix of the input gradient, and both skinny products of dy.
 
     dx = dy . W + (dy . B) . A = dy . (W + B . A)
 
 so that the adapter costs the backward no pass over dx. The sum is float32, rounded once; in bfloat16 that rounding is
 of the size of those that dy and dx have anyway. (The forward keeps the products apart: there an update smaller than
 the rounding of W has to count from the first step on.)
+
+    t = dy . B          dB = dy^T . (x . A)
+
+both read dy, which is most of what they cost: `gradient_products` reads it once. A program that owns a tile of dy has
+a part of either; the parts are added afterwards, in a fixed order.
 """
 
 from collections.abc import Sequence
@@ -37,74 +42,67 @@ def _sum_kernel(
     lora_a_ref,
     lora_b_ref,
     *refs,
-    shape: tuple[int, int],
-    weight_dtype: jnp.dtype,
+    weight: tuple[tuple[int, int], jnp.dtype],
     first_row: int,
-    rank: int,
+    first_rank: int,
     tiles: SumTiles,
     has_buffer: bool,
 ):
     """Owns [rows, blocks * 64] of one weight: decodes them, adds B[rows] . A[:, columns] in float32."""
     *absmax_refs, out_ref = refs
     absmax_refs = absmax_refs[: len(absmax_refs) - has_buffer]
-    num_out, num_in = shape
+    (num_out, num_in), weight_dtype = weight
     num_blocks = num_in // BLOCK_SIZE
     # Tiles past the end are moved back inside: what two programs write there is the same.
     row = jnp.minimum(pl.program_id(1) * tiles.rows + jnp.arange(tiles.rows), num_out - 1)
     block = jnp.minimum(pl.program_id(0) * tiles.blocks + jnp.arange(tiles.blocks), num_blocks - 1)
     place = row[:, None] * num_blocks + block
-    codes = plgpu.load(codes_ref.at[layer_index(absmax_refs), place[:, :, None] * _HALF + jnp.arange(_HALF)])
-    values = block_values(codes, table_ref, load_absmax(absmax_refs, place), weight_dtype)
-    values = values.reshape(tiles.rows, tiles.blocks * BLOCK_SIZE).astype(jnp.float32)
     column = (block[:, None] * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)).reshape(tiles.blocks * BLOCK_SIZE)
-    index = jnp.arange(rank)
-    lora_b = plgpu.load(lora_b_ref.at[row[:, None] * rank + index])
-    lora_a = plgpu.load(lora_a_ref.at[index[:, None] * num_in + column])
+    # The adapter's product is made while the codes are on their way.
+    codes = plgpu.load(codes_ref.at[layer_index(absmax_refs), place[:, :, None] * _HALF + jnp.arange(_HALF)])
+    index = jnp.arange(lora_b_ref.shape[1])
+    lora_a = plgpu.load(lora_a_ref.at[(first_rank + index)[:, None], column[None]])
+    lora_b = plgpu.load(lora_b_ref.at[(first_row + row)[:, None], index[None]])
     precision = jax.lax.Precision.HIGHEST if lora_a.dtype == jnp.float32 else None
-    values = values + jnp.dot(lora_b, lora_a, precision=precision, preferred_element_type=jnp.float32)
+    update = jnp.dot(lora_b, lora_a, precision=precision, preferred_element_type=jnp.float32)
+    values = block_values(codes, table_ref, load_absmax(absmax_refs, place), weight_dtype)
+    values = values.reshape(tiles.rows, tiles.blocks * BLOCK_SIZE).astype(jnp.float32) + update
     plgpu.store(out_ref.at[(first_row + row)[:, None], column[None]], values.astype(out_ref.dtype))
 
 
 def weights_plus_adapters(
     weights: Sequence[QuantizedWeight],
-    lora_a: Sequence[jax.Array],
-    lora_b: Sequence[jax.Array],
-    dtype: jnp.dtype,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
     *,
     tiles: SumTiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """The matrices W_i + B_i . A_i below one another, [sum out, in].
+    """The matrices W_i + B_i . A_i below one another, [sum out, in] in the adapters' dtype.
 
     Args:
       weights: of the same `in`, a multiple of 64.
-      lora_a: [R_i, in] each.
-      lora_b: [out_i, R_i] each, the scale included.
+      lora_a: [projections * R, in], R a power of two, 16 at least.
+      lora_b: [sum out, R] in the same dtype, the scale included.
     """
     tiles = tiles or sum_tiles()
-    num_rows = sum(weight.shape[0] for weight in weights)
-    num_in = weights[0].shape[1]
+    rank = lora_b.shape[1]
     buffer: tuple[jax.Array, ...] = ()
     first_row = 0
-    for weight, a, b in zip(map(indexable, weights), lora_a, lora_b, strict=True):
-        # Tensor-core products have at least 16 terms, and tiles are powers of two.
-        rank = max(16, pl.next_power_of_2(a.shape[0]))
-        a = jnp.pad(a.astype(dtype), ((0, rank - a.shape[0]), (0, 0))).reshape(-1)
-        b = jnp.pad(b.astype(dtype), ((0, 0), (0, rank - b.shape[1]))).reshape(-1)
+    for i, weight in enumerate(map(indexable, weights)):
         table = jnp.asarray(CODES[weight.quant_type])
-        operands = (codes_operand(weight), table, a, b, *absmax_operands(weight), *buffer)
+        operands = (codes_operand(weight), table, lora_a, lora_b, *absmax_operands(weight), *buffer)
         out = pl.pallas_call(
             partial(
                 _sum_kernel,
-                shape=weight.shape,
-                weight_dtype=weight.dtype,
+                weight=(weight.shape, weight.dtype),
                 first_row=first_row,
-                rank=rank,
+                first_rank=i * rank,
                 tiles=tiles,
                 has_buffer=bool(buffer),
             ),
-            out_shape=jax.ShapeDtypeStruct((num_rows, num_in), dtype),
-            grid=(pl.cdiv(num_in // BLOCK_SIZE, tiles.blocks), pl.cdiv(weight.shape[0], tiles.rows)),
+            out_shape=jax.ShapeDtypeStruct((len(lora_b), lora_a.shape[1]), lora_a.dtype),
+            grid=(pl.cdiv(lora_a.shape[1] // BLOCK_SIZE, tiles.blocks), pl.cdiv(weight.shape[0], tiles.rows)),
             input_output_aliases={len(operands) - 1: 0} if buffer else {},
             compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
             interpret=interpret,
