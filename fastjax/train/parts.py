@@ -212,9 +212,9 @@ def check_targets(lora: "LoraConfig", config: ModelConfig, *, strict: bool = Tru
 
 
 def settings_of(lora: "LoraConfig | None") -> dict[str, Any]:
-    """A LoraConfig under the names of the run's settings, the method left to the caller; method=full for None."""
+    """A LoraConfig under the names of the run's settings; nothing for None. The method is left to the caller."""
     if lora is None:
-        return {"method": "full"}
+        return {}
     return {name: getattr(lora, "r" if name == "lora_r" else name) for name in LORA_SETTINGS[1:]}
 
 
