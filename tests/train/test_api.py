@@ -13,20 +13,20 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 @pytest.fixture(scope="module")
 def tokenizer(model_folder):
-    return FastLanguageModel.from_pretrained(str(model_folder), dtype="float32")[1]
+    return FastLanguageModel.from_pretrained(str(model_folder), dtype="float32", load_in_4bit=False)[1]
 
 
 @pytest.fixture
 def load(model_folder):
-    """A function to load the tiny model in float32."""
+    """A function to load the tiny model in float32, unquantised."""
     return lambda **arguments: FastLanguageModel.from_pretrained(
-        str(model_folder), **{"dtype": jnp.float32, **arguments}
+        str(model_folder), **{"dtype": jnp.float32, "load_in_4bit": False, **arguments}
     )
 
 
 @pytest.fixture(scope="module")
 def trained(model_folder, rows, tmp_path_factory):
-    """A trained model with its trainer and result."""
+    """A trained model with its trainer and result; the base is in 4 bit, as it is where nothing is said."""
     output = tmp_path_factory.mktemp("api") / "out"
     model, tokenizer = FastLanguageModel.from_pretrained(str(model_folder), max_seq_length=64, dtype="float32")
     model = FastLanguageModel.get_peft_model(
@@ -78,7 +78,7 @@ def test_merging_leaves_the_model_in_hand_as_it_is(trained, model_folder, tmp_pa
     assert model.generate("red", max_new_tokens=8) == before
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    merged, _ = FastLanguageModel.from_pretrained(str(tmp_path / "merged"), dtype="float32")
+    merged, _ = FastLanguageModel.from_pretrained(str(tmp_path / "merged"), dtype="float32", load_in_4bit=False)
     assert merged.generate("red", max_new_tokens=8) == before
     with pytest.raises(UserError, match="not empty"):
         model.save_pretrained_merged(tmp_path / "merged")
@@ -106,7 +106,7 @@ def test_generate_takes_texts_messages_and_token_ids(trained, tokenizer):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"load_in_4bit": True}, "load_in_4bit=True: 4-bit bases are not in this release"),
+        ({"quantization_config": {"load_in_4bit": True}}, "load_in_4bit=False with a quantization_config"),
         ({"load_in_8bit": True}, "load_in_8bit=True cannot be honoured"),
         ({"dtype": "float16"}, "dtype=float16.*underflow"),
         ({"dtype": "int8"}, "not one of bfloat16, float32"),
@@ -146,8 +146,8 @@ def test_what_get_peft_model_refuses(plain, arguments, words):
 
 @pytest.fixture(scope="module")
 def plain(model_folder):
-    """A loaded model without an adapter, which refusals leave as it is."""
-    return FastLanguageModel.from_pretrained(str(model_folder), dtype="float32")[0]
+    """A loaded model without an adapter, unquantised, which refusals leave as it is."""
+    return FastLanguageModel.from_pretrained(str(model_folder), dtype="float32", load_in_4bit=False)[0]
 
 
 @pytest.mark.parametrize(

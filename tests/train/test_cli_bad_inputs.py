@@ -191,7 +191,9 @@ def test_what_export_refuses(refused, tmp_path, model_folder):
     def export_refused(words, **flags):
         refused(words, main=export.main, data=None, **flags)
 
-    export_refused(["format='merged_4bit' is not in this release"], format="merged_4bit")
+    export_refused(["format='merged_8bit' is not one of", "merged_4bit"], format="merged_8bit")
+    export_refused(["format=merged_4bit with load_in_4bit=False"], format="merged_4bit", no_load_in_4bit=True)
+    export_refused(["format=base_4bit writes the base alone"], format="base_4bit", adapter=tmp_path)
     export_refused(["output_dir is missing"], output_dir=None)
     export_refused(["adapter_config.json"], adapter=tmp_path)
     output = tmp_path / "out"

@@ -80,7 +80,7 @@ def test_lists_of_numbers_and_json_mappings():
         (["--ranks", "q_proj=8"], ["--ranks=", "mapping"]),
         (["--ranks", '{"q_proj": "8"}'], ["--ranks=", "mapping"]),
         (["train.jsonl"], ["unexpected 'train.jsonl'"]),
-        (["--load_in_4bit", "--count", "2"], ["--load_in_4bit is not in this release", "16 bit"]),
+        (["--load_in_8bit", "--count", "2"], ["--load_in_8bit is not in this release", "--method qlora"]),
         (["--packing"], ["--packing is not in this release", "leave it out"]),
         (["--config", "missing.yaml"], ["missing.yaml", "No such file"]),
     ],

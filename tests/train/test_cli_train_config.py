@@ -14,7 +14,7 @@ GIVEN = {"model": "m", "data": "d.jsonl", "output_dir": "out"}
 def test_the_defaults_are_valid_and_those_of_the_documentation():
     config = TrainConfig(**GIVEN)
     config.validate()
-    assert (config.method, config.lora_r, config.lora_alpha, config.lora_dropout) == ("lora", 16, 16, 0)
+    assert (config.method, config.lora_r, config.lora_alpha, config.lora_dropout) == ("qlora", 16, 16, 0)
     assert (config.target_modules, config.max_seq_length, config.learning_rate) == ("all-linear", 2048, 2e-4)
     assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (2, 4)
     assert (config.weight_decay, config.max_grad_norm, config.seed, config.resume) == (0.01, 1.0, 3407, "never")
@@ -26,7 +26,10 @@ def test_the_defaults_are_valid_and_those_of_the_documentation():
         ({"model": ""}, ["model is missing", "--model"]),
         ({"data": ""}, ["data is missing", "--data"]),
         ({"output_dir": ""}, ["output_dir is missing"]),
-        ({"method": "qlora"}, ["method='qlora' is not in this release", "method=lora"]),
+        ({"method": "dora"}, ["method='dora' is not one of qlora, lora, full", "did you mean lora?"]),
+        ({"method": "lora", "bnb_4bit_quant_type": "fp4"}, ["bnb_4bit_quant_type='fp4'", "method=qlora"]),
+        ({"method": "full", "llm_int8_skip_modules": ("q_proj",)}, ["llm_int8_skip_modules", "method=qlora"]),
+        ({"bnb_4bit_quant_type": "int4"}, ["bnb_4bit_quant_type='int4' is not one of nf4, fp4"]),
         ({"optim": "adamw_8bit"}, ["optim='adamw_8bit' is not in this release", "optim=adamw"]),
         ({"optim": "sgd"}, ["optim='sgd' is not one of adamw"]),
         ({"remat": "auto"}, ["remat='auto' is not in this release"]),
@@ -47,8 +50,8 @@ def test_the_defaults_are_valid_and_those_of_the_documentation():
         ({"alpha_pattern": {"q_proj": -1}}, ["alpha_pattern", "'q_proj'"]),
         ({"layers_to_transform": (-1,)}, ["layers_to_transform=[-1]", "count from 0"]),
         ({"target_modules": ()}, ["target_modules=()"]),
-        ({"method": "full", "lora_r": 8}, ["lora_r=8", "method=lora"]),
-        ({"method": "full", "adapter": "a"}, ["adapter='a'", "method=lora"]),
+        ({"method": "full", "lora_r": 8}, ["lora_r=8", "method=qlora and lora"]),
+        ({"method": "full", "adapter": "a"}, ["adapter='a'", "method=qlora and lora"]),
         ({"max_seq_length": 1}, ["max_seq_length=1", "2 or more"]),
         ({"per_device_train_batch_size": 0}, ["per_device_train_batch_size=0"]),
         ({"gradient_accumulation_steps": -4}, ["gradient_accumulation_steps=-4"]),

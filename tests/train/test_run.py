@@ -27,7 +27,7 @@ def flags(**settings: object) -> list[str]:
 @pytest.fixture(scope="module")
 def common(model_folder, rows_file) -> dict:
     return {
-        "model": model_folder, "data": rows_file, "dtype": "float32", "max_seq_length": 64,
+        "model": model_folder, "data": rows_file, "method": "lora", "dtype": "float32", "max_seq_length": 64,
         "per_device_eval_batch_size": 6, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 1,
     }  # fmt: skip
 
@@ -78,7 +78,7 @@ def test_the_loss_equals_what_peft_computes_for_the_saved_adapter(finished, mode
 def test_evaluate_prints_the_same_loss_for_the_saved_adapter(finished, common, capsys):
     output, result = finished
     settings = {**common, "adapter": output / "adapter"}
-    del settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
+    del settings["method"], settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
     assert evaluate.main(flags(**settings, json=True)) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["eval_loss"] == pytest.approx(result["eval_loss"], abs=1e-6)

@@ -91,7 +91,7 @@ def test_split_that_makes_no_sense_is_refused(tied):
         split_trainable(tied(), "lora")
     with pytest.raises(UserError, match="'full' trains every weight, and this model has adapters"):
         split_trainable(adapted(tied(), target_modules=["q_proj"]), "full")
-    with pytest.raises(UserError, match="method='dora' is not known; choose one of lora, full"):
+    with pytest.raises(UserError, match="method='dora' is not known; choose one of qlora, lora, full"):
         split_trainable(tied(), "dora")
 
 
