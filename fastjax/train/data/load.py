@@ -1,24 +1,33 @@
-"""From a data source to tokenised rows: the one place where every row is read, counted and checked."""
+"""From data sources to tokenised documents: the one place where every row is read, counted and checked."""
 
-import itertools
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fastjax.errors import UserError
-from fastjax.train.data.encoder import Encoder
-from fastjax.train.data.readers import DataSource, Placed, describe_source, read_rows
-from fastjax.train.data.report import DataReport
-from fastjax.train.data.rows import ChatRow, check_data_format, normalise, recognise
-from fastjax.train.data.source import TokenisedDataset
-from fastjax.train.data.template import require_chat_template
-from fastjax.train.data.tokenise import TRAIN_ON, TextToEncode, TokenRow, as_text, encoder_of, tokenise
+from fastjax.train.data.cache import cache_key, cached
+from fastjax.train.data.chunk import NAMED_ROWS, RowOptions
+from fastjax.train.data.dataset import Dataset, TokenisedDataset
+from fastjax.train.data.mixture import combine
+from fastjax.train.data.readers import DataSource, Placed, is_named, read_memory, read_source
+from fastjax.train.data.report import BAD, DataReport
+from fastjax.train.data.rows import check_data_format
+from fastjax.train.data.sources import Source, parse_sources
+from fastjax.train.data.store import TokenWriter
+from fastjax.train.data.tokenise import TRAIN_ON, encoder_of
+from fastjax.train.data.workers import make_chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LONG_ROWS = ("truncate", "drop", "error")
-ROWS_AT_ONCE = 1000  # texts handed to the tokenizer's threads in one call
-NAMED_ROWS = 3  # bad rows that a message shows
+LONG_ROWS = ("truncate", "drop", "split", "error")
+# What is handed to the tokenizer's threads, or to a process, in one call.
+ROWS_AT_ONCE = 1000
+CHARACTERS_AT_ONCE = 4_000_000
+_NEWS_EVERY_S = 10.0
 
 
 def load_dataset(
@@ -30,148 +39,147 @@ def load_dataset(
     long_rows: str = "truncate",
     vocab_size: int | None = None,
     data_format: str | None = None,
+    columns: dict[str, str] | None = None,
     text_parts: tuple[str, str] | None = None,
-) -> TokenisedDataset:
+    skip_bad_rows: bool = False,
+    seed: int = 0,
+    cache: Path | None = None,
+    num_proc: int | None = 1,
+) -> Dataset:
     """The source's rows, tokenised, with their targets marked and every row accounted for in `.report`.
 
     Args:
-      source: file, folder, hub id, or rows in memory (see `read_rows`).
+      source: what `parse_sources` takes, or rows in memory.
       tokenizer: a fast tokenizer; its chat template is used for chats, and for Alpaca rows if it has one.
       max_seq_length: tokens a row may have.
       train_on: "responses" masks everything but the answers, "all" masks nothing. Text rows are learned whole, unless
         `text_parts` tells where their answers are.
-      long_rows: what happens to a longer row: "truncate" cuts its end off, "drop" leaves it out, "error" stops.
+      long_rows: what happens to a longer row: "truncate" cuts its end off, "drop" leaves it out, "split" makes several
+        documents of it (see `split_row`), "error" stops.
       vocab_size: the model's; ids at or above it are refused. None does not check.
       data_format: a name in FORMS for all rows; None recognises each row by its keys.
+      columns: {key of a row form: column that holds it}, see `rename_columns`.
       text_parts: what stands before a user's turn and before an answer in text rows, for train_on="responses".
+      skip_bad_rows: leave rows out that cannot be used, and count them, instead of stopping.
+      seed: of the rows that a fractional weight takes.
+      cache: folder for tokenised data; None keeps them in temporary files.
+      num_proc: processes that tokenise; None takes one a core where the data are many.
     Raises: UserError for bad options, unreadable sources, bad rows (the first three named, with their number), ids
       beyond the vocabulary, and for data in which no row is usable.
     """
-    _check_options(max_seq_length, train_on, long_rows, data_format)
-    encoder = encoder_of(tokenizer, len(tokenizer))
-    report = DataReport(describe_source(source))
-    collector = _Collector(report, encoder, max_seq_length, long_rows, vocab_size, text_parts)
-    for placed in _chunks(read_rows(source)):
-        texts = [found for row in placed if (found := collector.text(tokenizer, row, train_on, data_format))]
-        collector.add(texts)
-    collector.finish()
-    return TokenisedDataset(collector.rows, report)
+    options = RowOptions(max_seq_length, train_on, long_rows, vocab_size, data_format, columns or {}, text_parts)
+    _check(options)
+    encoder_of(tokenizer, len(tokenizer))  # a tokenizer that cannot be used is refused before anything is read
+    loader = _Loader(tokenizer, options, skip_bad_rows, cache, num_proc)
+    if not is_named(source):
+        return loader.tokenise(read_memory(source), "rows in memory", None)
+    sources = parse_sources(str(source))
+    return combine([loader.load(one) for one in sources], [one.weight for one in sources], seed)
 
 
-def _check_options(max_seq_length: int, train_on: str, long_rows: str, data_format: str | None) -> None:
-    if max_seq_length < 2:
+def _check(options: RowOptions) -> None:
+    if options.max_seq_length < 2:
         raise UserError(
-            f"max_seq_length={max_seq_length}; set it to at least 2, a token is learned from the one before"
+            f"max_seq_length={options.max_seq_length}; set it to at least 2, a token is learned from the one before"
         )
-    if train_on not in TRAIN_ON:
-        raise UserError(f"train_on={train_on!r} is not one of {', '.join(TRAIN_ON)}")
-    if long_rows not in LONG_ROWS:
-        raise UserError(f"long_rows={long_rows!r} is not one of {', '.join(LONG_ROWS)}")
-    check_data_format(data_format)
+    if options.train_on not in TRAIN_ON:
+        raise UserError(f"train_on={options.train_on!r} is not one of {', '.join(TRAIN_ON)}")
+    if options.long_rows not in LONG_ROWS:
+        raise UserError(f"long_rows={options.long_rows!r} is not one of {', '.join(LONG_ROWS)}")
+    check_data_format(options.data_format)
 
 
-def _chunks(rows: Iterable[Placed]) -> Iterator[list[Placed]]:
-    rows = iter(rows)
-    while chunk := list(itertools.islice(rows, ROWS_AT_ONCE)):
-        yield chunk
-
-
-class _Collector:
-    """The rows kept so far, and the errors of those that cannot be used."""
+class _Loader:
+    """One tokenizer and one set of options, for one source after the other."""
 
     def __init__(
         self,
-        report: DataReport,
-        encoder: Encoder,
-        max_seq_length: int,
-        long_rows: str,
-        vocab_size: int | None,
-        text_parts: tuple[str, str] | None,
+        tokenizer: "PreTrainedTokenizerBase",
+        options: RowOptions,
+        skip_bad_rows: bool,
+        cache: Path | None,
+        num_proc: int | None,
     ) -> None:
-        self.rows: list[TokenRow] = []
-        self._report, self._encoder = report, encoder
-        self._max_seq_length, self._long_rows, self._vocab_size = max_seq_length, long_rows, vocab_size
-        self._text_parts = text_parts
-        self._errors: list[str] = []
-        self._num_errors = 0
+        self._tokenizer, self._options, self._skip = tokenizer, options, skip_bad_rows
+        self._cache, self._num_proc = cache, num_proc
 
-    def text(
-        self, tokenizer: "PreTrainedTokenizerBase", placed: Placed, train_on: str, data_format: str | None
-    ) -> tuple[TextToEncode, str] | None:
-        """The row as text and its place, or None if it is bad or empty."""
-        row, place = placed
-        self._report.rows_read += 1
+    def load(self, source: Source) -> TokenisedDataset:
+        """The source's documents, out of the cache if it holds them."""
+
+        def make(folder: Path | None) -> TokenisedDataset:
+            return self.tokenise(read_source(source), str(source), folder)
+
+        if self._cache is None:
+            return make(None)
+        options = {**asdict(self._options), "skip_bad_rows": self._skip}
+        found = cached(self._cache, cache_key(source, self._tokenizer, options), make)
+        found.report.source = str(source)
+        return found
+
+    def tokenise(self, rows: Iterable[Placed], name: str, folder: Path | None) -> TokenisedDataset:
+        """All rows read and tokenised into the files of a folder, or into temporary ones."""
+        report = DataReport(name)
+        writer = TokenWriter(folder)
+        num_bad, started = 0, time.monotonic()
+        told = started
         try:
-            form = data_format or recognise(row, place)
-            normal = normalise(row, place, form)
-        except UserError as error:
-            self._bad(error)
-            return None
-        self._report.forms[form] += 1
-        if isinstance(normal, ChatRow):
-            require_chat_template(tokenizer, place)  # true of every row: no use in counting them
-        try:
-            text = as_text(tokenizer, normal, place, train_on, self._text_parts)
-        except UserError as error:
-            self._bad(error)
-            return None
-        if not text.text:
-            self._report.drop("empty")
-            return None
-        return text, place
-
-    def add(self, texts: list[tuple[TextToEncode, str]]) -> None:
-        """Tokenise, and keep what is to be trained on."""
-        rows = tokenise(self._encoder, [text for text, _ in texts])
-        for row, (_, place) in zip(rows, texts, strict=True):
-            self._check_vocabulary(row, place)
-            self._keep(row, place)
-
-    def finish(self) -> None:
-        """Raises: UserError if there were bad rows, or if nothing is left."""
-        report = self._report
-        if self._num_errors == 1:
-            raise UserError(self._errors[0])
-        if self._errors:
-            total = report.rows_read
-            shown = "\n".join(f"  {error}" for error in self._errors)
-            raise UserError(
-                f"{report.source}: {self._num_errors:,} of {total:,} rows cannot be used; the first:\n{shown}"
-            )
-        if not self.rows:
+            for chunk in make_chunks(_pieces(rows), self._tokenizer, self._options, self._num_proc):
+                chunk.documents["row"] += report.rows_read
+                report.rows_read += chunk.rows_read
+                report.forms += chunk.forms
+                report.dropped += chunk.dropped
+                report.bad_rows += chunk.bad_rows[: NAMED_ROWS - len(report.bad_rows)]
+                num_bad += chunk.num_bad
+                writer.add(chunk.input_ids, chunk.loss_mask, chunk.documents)
+                if time.monotonic() - told > _NEWS_EVERY_S:
+                    told = time.monotonic()
+                    print(f"tokenising {name}: {report.rows_read:,} rows in {told - started:.0f} s", file=sys.stderr)
+            self._judge(report, num_bad)
+            dataset = writer.finish(report)
+        finally:
+            writer.close()
+        if not len(dataset):
             reasons = "; ".join(f"{rows:,} {reason}" for reason, rows in report.dropped.items())
             raise UserError(
-                f"{report.source}: no usable row among {report.rows_read:,} ({reasons}); "
+                f"{name}: no usable row among {report.rows_read:,} ({reasons}); "
                 "check the row form, max_seq_length and train_on"
             )
+        return dataset
 
-    def _keep(self, row: TokenRow, place: str) -> None:
-        length, limit = len(row.input_ids), self._max_seq_length
-        num_cut = max(0, length - limit)
-        if num_cut and self._long_rows == "error":
-            self._bad(UserError(f"{place}: {length:,} tokens, but max_seq_length={limit}; raise it, or set long_rows"))
+    def _judge(self, report: DataReport, num_bad: int) -> None:
+        """Raises: UserError if there were bad rows that are not to be skipped."""
+        if not num_bad:
             return
-        if num_cut and self._long_rows == "drop":
-            self._report.drop("longer than max_seq_length")
+        if self._skip:
+            report.drop(BAD, num_bad)
             return
-        # The cut end is not closed with an EOS: the model would learn to stop in the middle.
-        row = TokenRow(row.input_ids[:limit], row.loss_mask[:limit])
-        if not row.loss_mask.any():
-            self._report.drop("with no target left after truncation" if num_cut else "with no target")
-            return
-        self._report.use(row.loss_mask, num_cut)
-        self.rows.append(row)
-
-    def _check_vocabulary(self, row: TokenRow, place: str) -> None:
-        if self._vocab_size is None or not len(row.input_ids) or row.input_ids.max() < self._vocab_size:
-            return
-        worst = int(row.input_ids.max())
+        way_out = "mend them, or leave them out with --skip_bad_rows"
+        if num_bad == 1:
+            raise UserError(f"{report.bad_rows[0]}\n1 of {report.rows_read:,} rows cannot be used; {way_out}")
+        shown = "\n".join(f"  {message}" for message in report.bad_rows)
         raise UserError(
-            f"{place}: token id {worst} ({self._encoder.token(worst)!r}) is beyond the model's vocabulary of "
-            f"{self._vocab_size}; the tokenizer belongs to another model, or tokens were added to it"
+            f"{report.source}: {num_bad:,} of {report.rows_read:,} rows cannot be used; the first:\n{shown}\n{way_out}"
         )
 
-    def _bad(self, error: UserError) -> None:
-        self._num_errors += 1
-        if len(self._errors) < NAMED_ROWS:
-            self._errors.append(str(error))
+
+def _pieces(rows: Iterable[Placed]) -> Iterator[list[Placed]]:
+    """The rows, some at a time, bounded in their number and in their characters."""
+    piece: list[Placed] = []
+    size = 0
+    for payload, place in rows:
+        piece.append((payload, place))
+        size += _size(payload)
+        if len(piece) == ROWS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
+
+
+def _size(payload: Any) -> int:
+    """About how many characters a payload has."""
+    if isinstance(payload, bytes | str):
+        return len(payload)
+    if isinstance(payload, Mapping):
+        return sum(map(_size, payload.values()))
+    return sum(map(_size, payload)) if isinstance(payload, list | tuple) else 8

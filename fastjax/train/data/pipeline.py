@@ -1,11 +1,14 @@
 """Host batches from tokenised rows: Grain shuffles, batches, repeats and keeps the position.
 
 A batch is one optimiser step: {"input_ids": int32, "loss_mask": bool, "segment_ids": int32}, each [A, B, T] for A
-micro-batches of B rows. B counts the rows of all data-parallel ranks. loss_mask is True where the token is a target
-(to be predicted from the one before); segment_ids is 1 on tokens and 0 on padding. T is one of few widths. The last
-window of an epoch is filled up with rows that are all padding, so that every row is seen once an epoch.
+micro-batches of B rows. B counts the rows of all data-parallel ranks; each rank has an equal run of them. loss_mask is
+True where the token is a target (to be predicted from the one before), never on the first of a document: nothing is
+predicted across a border. segment_ids counts the documents of a row from 1, and is 0 on padding. Packed batches also
+have "positions" int32, each token's place in its document. T is one of few widths. The last window of an epoch is
+filled up with rows that are all padding, so that every row is seen once an epoch.
 
-The order is a function of (data, seed, epoch) alone: how a window divides into micro-batches does not change it.
+The order is a function of (data, seed, epoch) alone: how a window divides into micro-batches, or over ranks, does not
+change it. Threads that read ahead do not change the position that is saved: it is that of the batch handed out next.
 """
 
 import math
@@ -15,11 +18,14 @@ from typing import Any, Self
 import numpy as np
 
 from fastjax.errors import UserError
-from fastjax.train.data.buckets import choose_widths, width_for
-from fastjax.train.data.source import TokenisedDataset
+from fastjax.train.data.buckets import MAX_BUCKETS, choose_widths, width_for
+from fastjax.train.data.dataset import Dataset
+from fastjax.train.data.packing import PackedRows
 from fastjax.train.data.tokenise import TokenRow
 
 Batch = dict[str, np.ndarray]
+# Batches that a thread makes ahead: pages of mapped files come from the disk while the step before runs.
+_AHEAD = 4
 PAD_TOKEN_ID = 0  # any id of the vocabulary would do: padding is known by its segment id, never by its token
 
 
@@ -29,7 +35,7 @@ def steps_per_epoch(num_rows: int, batch_size: int, accumulation: int = 1) -> in
 
 
 def train_batches(
-    dataset: TokenisedDataset,
+    dataset: Dataset | PackedRows,
     *,
     batch_size: int,
     accumulation: int = 1,
@@ -41,6 +47,7 @@ def train_batches(
     """Batches for training, reshuffled every epoch.
 
     Args:
+      dataset: a document a row, or packed rows.
       batch_size: B, rows per micro-batch over all data-parallel ranks.
       accumulation: A, micro-batches per optimiser step.
       seed: of the order, 0 to 2**32 - 1.
@@ -52,7 +59,7 @@ def train_batches(
     return Batches(dataset, batch_size, accumulation, seed if shuffle else None, num_epochs, widths)
 
 
-def eval_batches(dataset: TokenisedDataset, batch_size: int, *, widths: Sequence[int] | None = None) -> "Batches":
+def eval_batches(dataset: Dataset | PackedRows, batch_size: int, *, widths: Sequence[int] | None = None) -> "Batches":
     """Batches [1, B, T] over every row once, in order. Raises: as `train_batches`."""
     return Batches(dataset, batch_size, 1, None, 1, widths)
 
@@ -62,7 +69,7 @@ class Batches:
 
     def __init__(
         self,
-        dataset: TokenisedDataset,
+        dataset: Dataset | PackedRows,
         batch_size: int,
         accumulation: int,
         seed: int | None,
@@ -78,18 +85,20 @@ class Batches:
             raise UserError(f"seed={seed}; it must be from 0 to {2**32 - 1}")
         rows = batch_size * accumulation
         longest = int(dataset.lengths.max())
-        self.widths = list(widths) if widths is not None else choose_widths(dataset.lengths, rows)
+        if widths is None:
+            # Packed rows are all nearly full.
+            widths = choose_widths(dataset.lengths, rows, 1 if isinstance(dataset, PackedRows) else MAX_BUCKETS)
+        self.widths = list(widths)
         if self.widths != sorted(self.widths) or not self.widths or self.widths[-1] < longest:
             raise UserError(f"widths={self.widths}; they must ascend to the length of the longest row, {longest}")
-        self._shape = (accumulation, batch_size)
+        self._shape, self._packed = (accumulation, batch_size), isinstance(dataset, PackedRows)
         self._identity = {"dataset": dataset.fingerprint, "seed": seed, "rows_per_step": rows}
         pipeline = grain.MapDataset.source(dataset)
         if seed is not None:
             pipeline = pipeline.seed(seed).shuffle()
         # Batched before it is repeated: no window reaches over the end of an epoch.
         pipeline = pipeline.batch(rows, drop_remainder=False, batch_fn=self._collate).repeat(num_epochs)
-        # Rows are ready in memory, so the batch is made in the caller's thread: nothing runs ahead of the position.
-        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)
         self._iterator = pipeline.to_iter_dataset(read_options=options).__iter__()
 
     def __iter__(self) -> Self:
@@ -122,16 +131,27 @@ class Batches:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _collate(self, rows: Sequence[TokenRow]) -> Batch:
-        width = width_for(max(len(row.input_ids) for row in rows), self.widths)
+    def _collate(self, rows: Sequence[TokenRow | list[TokenRow]]) -> Batch:
+        rows = [[row] if isinstance(row, TokenRow) else row for row in rows]
+        width = width_for(max(sum(len(document.input_ids) for document in row) for row in rows), self.widths)
         shape = (self._shape[0] * self._shape[1], width)
-        input_ids = np.full(shape, PAD_TOKEN_ID, np.int32)
-        loss_mask = np.zeros(shape, bool)
-        segment_ids = np.zeros(shape, np.int32)
+        batch = {
+            "input_ids": np.full(shape, PAD_TOKEN_ID, np.int32),
+            "loss_mask": np.zeros(shape, bool),
+            "segment_ids": np.zeros(shape, np.int32),
+        }
+        if self._packed:
+            batch["positions"] = np.zeros(shape, np.int32)
         for index, row in enumerate(rows):
-            length = len(row.input_ids)
-            input_ids[index, :length] = row.input_ids
-            loss_mask[index, :length] = row.loss_mask
-            segment_ids[index, :length] = 1
-        batch = {"input_ids": input_ids, "loss_mask": loss_mask, "segment_ids": segment_ids}
+            start = 0
+            for segment, document in enumerate(row, start=1):
+                length = len(document.input_ids)
+                here = index, slice(start, start + length)
+                batch["input_ids"][here] = document.input_ids
+                batch["loss_mask"][here] = document.loss_mask
+                batch["loss_mask"][index, start] = False  # nothing is predicted from the document before
+                batch["segment_ids"][here] = segment
+                if self._packed:
+                    batch["positions"][here] = np.arange(length)
+                start += length
         return {name: array.reshape(*self._shape, width) for name, array in batch.items()}

@@ -1,5 +1,6 @@
-"""The row forms that people have, recognised by their keys and brought to one of four plain ones.
+"""The row forms that people have, recognised by their keys and brought to one of five plain ones.
 
+    input_ids       {"input_ids", "labels"}                                already tokenised; labels may be missing
     messages        {"messages": [{"role", "content"}, ...], "tools": [...]}
     conversations   {"conversations": [{"from", "value"}, ...]}            ShareGPT; role/content inside works too
     prompt          {"prompt", "completion"}                               two strings, or two message lists
@@ -10,14 +11,14 @@ Other keys of a row are left alone. A key whose value is null counts as absent, 
 mixed data set that way; for the same reason null entries inside messages and tools are removed.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastjax.errors import UserError
+import numpy as np
 
-Message = dict[str, Any]
+from fastjax.errors import UserError
+from fastjax.train.data.messages import Message, kind, parse_list, read_messages, read_tools
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,18 @@ class TextRow:
     text: str
 
 
-NormalRow = ChatRow | PairRow | AlpacaRow | TextRow
+@dataclass(frozen=True)
+class IdsRow:
+    """Token ids as they are to be trained. input_ids: [T] int32. loss_mask: [T] bool, the targets."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+
+
+NormalRow = ChatRow | PairRow | AlpacaRow | TextRow | IdsRow
 
 FORMS: dict[str, tuple[str, ...]] = {
+    "input_ids": ("input_ids",),
     "messages": ("messages",),
     "conversations": ("conversations",),
     "prompt": ("prompt", "completion"),
@@ -63,29 +73,11 @@ FORMS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
 }
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-# The names that ShareGPT data uses in `from`. function_call is not among them: it is an assistant's call written as
-# text, and only the person knows in which form the template wants it.
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
-
 
 def recognise(row: Any, place: str) -> str:
     """The name of the row's form, by its keys; the first of FORMS wins where several fit. Raises: UserError."""
     if not isinstance(row, Mapping):
-        raise UserError(f"{place}: a row is {_kind(row)}; every row is an object with named fields")
+        raise UserError(f"{place}: a row is {kind(row)}; every row is an object with named fields")
     present = {key for key, value in row.items() if value is not None}
     for form, keys in FORMS.items():
         if present.issuperset(keys):
@@ -94,12 +86,45 @@ def recognise(row: Any, place: str) -> str:
     seen = ", ".join(sorted(map(str, present))) or "none"
     raise UserError(
         f"{place}: no known row form; keys seen: {seen}" + (f" (null: {', '.join(nulls)})" if nulls else "") + "; "
-        f"forms known: {describe_forms()}"
+        f"forms known: {describe_forms()}; --data_columns prompt=NAME,completion=NAME takes other columns for them"
     )
 
 
 def describe_forms() -> str:
     return " | ".join("+".join(keys) for keys in FORMS.values())
+
+
+def parse_columns(text: str | None) -> dict[str, str]:
+    """{key of a row form: column that holds it} of "prompt=question,completion=answer". Raises: UserError."""
+    if text is None:
+        return {}
+    pairs = [part.partition("=") for part in text.split(",")]
+    columns = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
+    keys = {key for form in FORMS.values() for key in form} | {"input", "system", "tools", "labels"}
+    for ours, equals, theirs in pairs:
+        if not equals or not theirs.strip():
+            raise UserError(f"data_columns={text!r} is not understood at {ours!r}; write KEY=COLUMN,KEY=COLUMN")
+        if ours.strip() not in keys:
+            raise UserError(
+                f"data_columns={text!r}: {ours.strip()!r} is no key of a row form: {', '.join(sorted(keys))}"
+            )
+    if len(columns) < len(pairs):
+        raise UserError(f"data_columns={text!r} names a key twice; leave one of them out")
+    return columns
+
+
+def rename_columns(row: Any, columns: Mapping[str, str], place: str) -> Any:
+    """The row with its columns under the keys of a row form, and nothing else.
+
+    Raises: UserError for a row that has none of the columns.
+    """
+    if not columns or not isinstance(row, Mapping):
+        return row
+    renamed = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+    if not renamed:
+        seen = ", ".join(map(str, row)) or "none"
+        raise UserError(f"{place}: none of data_columns' {', '.join(columns.values())} is there; keys seen: {seen}")
+    return renamed
 
 
 def check_data_format(data_format: str | None) -> None:
@@ -153,13 +178,15 @@ def _check_text(values: Iterable[Any], place: str) -> None:
 
 def _normalise(row: Any, place: str, form: str) -> NormalRow:
     if not isinstance(row, Mapping):
-        raise UserError(f"{place}: a row is {_kind(row)}; every row is an object with named fields")
+        raise UserError(f"{place}: a row is {kind(row)}; every row is an object with named fields")
     missing = [key for key in FORMS[form] if row.get(key) is None]
     if missing:
         raise UserError(
             f"{place}: a row of form {form} needs {' and '.join(FORMS[form])}; {', '.join(missing)} missing or null, "
             f"keys seen: {', '.join(map(str, row)) or 'none'}"
         )
+    if form == "input_ids":
+        return _ids(row, place)
     if form in ("messages", "conversations"):
         return _chat(row, form, place)
     if form == "prompt" and not (isinstance(row["prompt"], str) and isinstance(row["completion"], str)):
@@ -192,130 +219,76 @@ def alpaca_as_pair(row: AlpacaRow) -> PairRow:
 
 
 def _chat(row: Mapping[str, Any], form: str, place: str) -> ChatRow:
-    messages, trained = _messages(row[form], form, place)
+    messages, trained = read_messages(row[form], form, place)
     system = row.get("system")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": _string(row, "system", place)})
         trained.insert(0, False)
-    return ChatRow(messages, trained, _tools(row, place))
+    return ChatRow(messages, trained, read_tools(row, place))
 
 
 def _chat_pair(row: Mapping[str, Any], place: str) -> ChatRow:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) or isinstance(completion, str):
         raise UserError(
-            f"{place}: prompt is {_kind(prompt)} and completion is {_kind(completion)}; "
+            f"{place}: prompt is {kind(prompt)} and completion is {kind(completion)}; "
             "both are strings, or both are message lists"
         )
-    asked, _ = _messages(prompt, "prompt", place)
-    answered, trained = _messages(completion, "completion", place)
-    return ChatRow(asked + answered, [False] * len(asked) + trained, _tools(row, place))
-
-
-def _messages(value: Any, key: str, place: str) -> tuple[list[Message], list[bool]]:
-    value = _parsed(value, key, place)
-    if not isinstance(value, list) or not value:
-        raise UserError(f"{place}: {key} is {_kind(value)}; it must be a list of at least one message")
-    pairs = [_message(item, f"{place}: {key}[{index}]") for index, item in enumerate(value)]
-    return [message for message, _ in pairs], [trained for _, trained in pairs]
-
-
-def _message(item: Any, place: str) -> tuple[Message, bool]:
-    """One message as {"role", "content", ...}, and whether it is an answer to learn."""
-    if not isinstance(item, Mapping):
-        raise UserError(f"{place} is {_kind(item)}; a message is an object with role and content (or from and value)")
-    message = without_nulls(item)
-    role = _role(message, place)
-    content = message.pop("content", message.pop("value", None))
-    if content is None:
-        if role != "assistant" or not message.get("tool_calls"):
-            raise UserError(f"{place}: the {role} message has null or no content; give text (it may be empty)")
-        content = ""  # a template would print a null as None
-    trained = role == "assistant" and _is_trained(message, place)
-    return {"role": role, "content": _content(content, place), **message}, trained
-
-
-def _role(message: Message, place: str) -> str:
-    """Take role (or from) out of the message and give it its usual name."""
-    if "role" in message:
-        name, names = message.pop("role"), dict(zip(ROLES, ROLES, strict=True))
-    elif "from" in message:
-        name, names = message.pop("from"), SHAREGPT_ROLES
-    else:
-        raise UserError(
-            f"{place}: keys seen: {', '.join(map(str, message)) or 'none'}; a message has role and content, "
-            "or from and value"
-        )
-    if not isinstance(name, str) or name not in names:
-        raise UserError(f"{place}: role {name!r} is not known; roles known: {', '.join(names)}")
-    return names[name]
-
-
-def _is_trained(message: Message, place: str) -> bool:
-    """Take the per-message flags out: train false, or weight 0, keeps an answer as context only."""
-    train, weight = message.pop("train", True), message.pop("weight", 1)
-    if not isinstance(train, bool):
-        raise UserError(f"{place}: train is {train!r}; it is true or false")
-    if weight not in (0, 1):
-        raise UserError(f"{place}: weight is {weight!r}; it is 0 or 1")
-    return train and bool(weight)
-
-
-def _content(content: Any, place: str) -> str:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "".join(_text_part(part, place) for part in content)
-    raise UserError(f"{place}: content is {_kind(content)}; it must be a string")
-
-
-def _text_part(part: Any, place: str) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    raise UserError(f'{place}: content has a part that is not {{"type": "text", "text": ...}}; only text is trained')
-
-
-def _tools(row: Mapping[str, Any], place: str) -> list[Any] | None:
-    """The row's tools; null and the empty list both mean none."""
-    tools = _parsed(row.get("tools"), "tools", place)
-    if tools is None or tools == []:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise UserError(f"{place}: tools is {_kind(tools)}; it must be a list of JSON schemas")
-    return [without_nulls(tool) for tool in tools]
-
-
-def _parsed(value: Any, key: str, place: str) -> Any:
-    """CSV and many hub sets keep lists as JSON text."""
-    if not isinstance(value, str):
-        return value
-    if not value.strip():
-        return None
-    try:
-        return json.loads(value)
-    except ValueError as error:  # RecursionError is normalise's
-        raise UserError(f"{place}: {key} is a string that is not JSON ({error}); it must be a list") from None
-
-
-def without_nulls(value: Any) -> Any:
-    """A copy without the null entries of its mappings, at any depth."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [without_nulls(item) for item in value]
-    return value
+    asked, _ = read_messages(prompt, "prompt", place)
+    answered, trained = read_messages(completion, "completion", place)
+    return ChatRow(asked + answered, [False] * len(asked) + trained, read_tools(row, place))
 
 
 def _string(row: Mapping[str, Any], key: str, place: str) -> str:
     if not isinstance(row[key], str):
-        raise UserError(f"{place}: {key} is {_kind(row[key])}; it must be a string")
+        raise UserError(f"{place}: {key} is {kind(row[key])}; it must be a string")
     return row[key]
 
 
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true/false", int: "a number", float: "a number"}
-    if value is None:
-        return "null"
-    if value == []:
-        return "an empty list"
-    return names.get(type(value), type(value).__name__)
+# Other names under which prepared data sets mark the targets, beside labels: 1 is a target.
+_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+_NO_TARGET = -100
+
+
+def _ids(row: Mapping[str, Any], place: str) -> IdsRow:
+    """Ids as they stand; what attention_mask marks as padding at either end is taken off.
+
+    labels[i] is for input_ids[i], as in transformers: equal to it where it is a target, else -100.
+    """
+    ids = _whole_numbers(row, "input_ids", place)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < 2**31:
+        raise UserError(f"{place}: input_ids has {ids.min()} to {ids.max()}; token ids are from 0 to 2**31 - 1")
+    given = [name for name in ("labels", *_MASKS) if row.get(name) is not None]
+    if len(given) > 1:
+        raise UserError(f"{place}: {' and '.join(given)} both say what is learned; leave one of them out")
+    mask = np.ones(len(ids), bool)
+    if given:
+        values = _whole_numbers(row, given[0], place)
+        if len(values) != len(ids):
+            raise UserError(f"{place}: {given[0]} has {len(values)} entries and input_ids {len(ids)}; one for each")
+        mask = values != _NO_TARGET if given[0] == "labels" else values != 0
+        if given[0] == "labels" and (wrong := np.flatnonzero(mask & (values != ids))).size:
+            at = int(wrong[0])
+            raise UserError(
+                f"{place}: labels[{at}] is {values[at]} and input_ids[{at}] is {ids[at]}; a label is its own token's "
+                f"id, or {_NO_TARGET} (the shift by one happens in training)"
+            )
+    if row.get("attention_mask") is not None:
+        real = np.flatnonzero(_whole_numbers(row, "attention_mask", place))
+        if len(row["attention_mask"]) != len(ids) or (real.size and real[-1] - real[0] + 1 != real.size):
+            raise UserError(f"{place}: attention_mask must have one entry a token, and 0 at the ends only")
+        ids, mask = (array[real[0] : real[-1] + 1] if real.size else array[:0] for array in (ids, mask))
+    return IdsRow(ids.astype(np.int32), mask)
+
+
+def _whole_numbers(row: Mapping[str, Any], key: str, place: str) -> np.ndarray:
+    value = parse_list(row[key], key, place)
+    try:
+        array = np.asarray([] if value is None else value)
+    except ValueError:
+        array = np.asarray(None)
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iub":
+        raise UserError(f"{place}: {key} is {kind(row[key])}; it must be a list of whole numbers")
+    return array.astype(np.int64)

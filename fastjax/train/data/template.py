@@ -1,18 +1,25 @@
 """Chat templates: conversations to text, and where in that text the answers lie.
 
-Rendering goes through the tokenizer, that is transformers' ImmutableSandboxedEnvironment: templates come from model
+Rendering goes through transformers' ImmutableSandboxedEnvironment and under a time limit: templates come from model
 files and are not trusted.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastjax.errors import UserError
-from fastjax.train.data.rows import ChatRow, Message, check_characters
+from fastjax.train.data.messages import Message
+from fastjax.train.data.rows import ChatRow, check_characters
+from fastjax.train.data.time_limit import TimeIsUp, TimeLimit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_RENDERING = TimeLimit(seconds=10)
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,8 @@ def require_chat_template(tokenizer: "PreTrainedTokenizerBase", place: str) -> N
     if not has_chat_template(tokenizer):
         raise UserError(
             f"{place}: a chat, but the tokenizer has no chat template; use an instruction-tuned model's tokenizer, "
-            "put a chat_template.jinja into the model folder, or write the rows as prompt+completion"
+            "name one with --chat_template (a file, chatml, llama-3, mistral, zephyr, alpaca), or write the rows as "
+            "prompt+completion"
         )
 
 
@@ -57,13 +65,40 @@ def render(
 
     Raises: UserError if there is no template, or if the template refuses the conversation or fails.
     """
+    return _rendered(tokenizer, messages, tools, add_generation_prompt=add_generation_prompt, place=place)[0]
+
+
+def _rendered(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    tools: list[Any] | None,
+    *,
+    add_generation_prompt: bool,
+    place: str,
+    mark: bool = False,
+) -> tuple[str, list[Span]]:
+    """The text, and with `mark` what the template's generation markers enclose. Raises: as `render`."""
     import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
 
     require_chat_template(tokenizer, place)
+    template = tokenizer.get_chat_template(None, tools)
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+        [text], marked = _RENDERING.run(
+            lambda: render_jinja_template(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=mark,
+                add_generation_prompt=add_generation_prompt,
+                **tokenizer.special_tokens_map,
+            )
         )
+    except TimeIsUp:
+        raise UserError(
+            f"{place}: the chat template was not done after {_RENDERING.seconds:g} s and was stopped; "
+            "look for a loop without an end in it"
+        ) from None
     except jinja2.exceptions.SecurityError as error:
         raise UserError(
             f"{place}: the chat template tried something unsafe and was stopped ({error}); "
@@ -71,6 +106,7 @@ def render(
         ) from None
     except (
         jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError,
+        MemoryError,
     ) as error:  # fmt: skip
         roles = " ".join(str(message["role"]) for message in messages)
         raise UserError(
@@ -78,14 +114,15 @@ def render(
         ) from None
     assert isinstance(text, str)
     check_characters(text, f"{place}: the text that the chat template wrote")
-    return text
+    return text, [Span(start, end) for start, end in marked[0]] if mark else []
 
 
 def render_chat(tokenizer: "PreTrainedTokenizerBase", row: ChatRow, place: str, *, spans: bool = True) -> RenderedChat:
     """The whole conversation, the ends of the prompts that inference would start from, and the trained answers.
 
-    An answer runs from after its generation prompt to its end-of-turn token, and the template's white space after
-    that is left out. Both ends come from rendering prefixes of the conversation: prefix i with the generation prompt
+    An answer is what the template's own generation markers enclose, where it has them for each answer. Elsewhere it
+    runs from after its generation prompt to its end-of-turn token, and the template's white space after that is left
+    out: both ends come from rendering prefixes of the conversation: prefix i with the generation prompt
     ends where the answer starts, prefix i + 1 ends where it ends. Where a template writes a prefix differently from
     the beginning of the whole (a default system turn, reasoning cut out of earlier answers), the place is found by
     exchanging the answer for other text and seeing what stays equal.
@@ -94,7 +131,11 @@ def render_chat(tokenizer: "PreTrainedTokenizerBase", row: ChatRow, place: str, 
     """
     chat = _Chat(tokenizer, row, place)
     cuts = chat.cuts()
-    found = [chat.span(i, cuts.get(i)) for i, trained in enumerate(row.trained) if trained] if spans else []
+    found = []
+    if spans:
+        marked = chat.marked()
+        answers = (i for i, trained in enumerate(row.trained) if trained)
+        found = [chat.span(i, cuts.get(i)) for i in answers] if marked is None else marked
     return RenderedChat(chat.text, list(cuts.values()), found)
 
 
@@ -112,6 +153,24 @@ class _Chat:
     ) -> None:
         self._tokenizer, self._row, self._place = tokenizer, row, place
         self.text = self._render(row.messages, add_generation_prompt=add_generation_prompt)
+
+    def marked(self) -> list[Span] | None:
+        """The trained answers by the template's markers; None if it has none, or not one for each answer."""
+        template = self._tokenizer.get_chat_template(None, self._row.tools)
+        if not _GENERATION.search(template):
+            return None
+        _, spans = _rendered(
+            self._tokenizer, self._row.messages, self._row.tools, add_generation_prompt=False, place=self._place,
+            mark=True,
+        )  # fmt: skip
+        answers = [
+            trained
+            for message, trained in zip(self._row.messages, self._row.trained, strict=True)
+            if message["role"] == "assistant"
+        ]
+        if len(spans) != len(answers):
+            return spans if all(answers) else None
+        return [span for span, trained in zip(spans, answers, strict=True) if trained]
 
     def cuts(self) -> dict[int, int]:
         """{message index: where its generation prompt ends} for the answers whose prompt begins the whole text."""

@@ -18,6 +18,7 @@ from fastjax.train.data.encoder import Encoded, Encoder
 from fastjax.train.data.rows import (
     AlpacaRow,
     ChatRow,
+    IdsRow,
     NormalRow,
     PairRow,
     TextRow,
@@ -64,6 +65,7 @@ def as_text(
     Args:
       text_parts: what stands before a user's turn and before an answer in a text row; None learns it whole.
     """
+    assert not isinstance(row, IdsRow), "ids have no text"
     if isinstance(row, AlpacaRow):
         row = alpaca_as_chat(row) if has_chat_template(tokenizer) else alpaca_as_pair(row)
     if isinstance(row, ChatRow):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fastjax.errors import UserError
-from fastjax.train.data import load_dataset
+from fastjax.train.data import DataReport, load_dataset
 
 
 def chat(question, answer):
@@ -52,38 +52,58 @@ def test_long_rows_can_be_dropped_or_refused(chatml):
 
 
 def test_rows_without_targets_are_dropped_and_counted(chatml):
-    rows = [chat("a", "b"), {"messages": [{"role": "user", "content": "only a question"}]}, chat("long " * 30, "x")]
-    dataset = load_dataset(rows, chatml, max_seq_length=30)
+    dataset = load_dataset([chat("a", "b"), chat("long " * 30, "x")], chatml, max_seq_length=30)
     assert len(dataset) == 1
-    assert dataset.report.dropped == {"with no target": 1, "with no target left after truncation": 1}
+    assert dataset.report.dropped == {"with no target left after truncation": 1}
 
 
-def test_rows_of_one_token_or_none_are_dropped(plain):
-    dataset = load_dataset([{"text": ""}, {"text": "<|endoftext|>"}, {"text": "ab"}], plain, max_seq_length=30)
-    assert dataset.report.dropped == {"empty": 1, "with no target": 1}
-    assert len(dataset) == 1
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": [{"role": "user", "content": "only a question"}]}, "there is no assistant message to learn"),
+        ({"messages": [{"role": "assistant", "content": "a", "train": False}]}, "marked as context"),
+        ({"text": ""}, "it is empty"),
+        ({"text": "<|im_end|>"}, "it is a single token"),
+        ({"input_ids": [3, 4], "labels": [3, -100]}, "no label after the first token is a target"),
+        ({"input_ids": []}, "it is empty"),
+    ],
+)
+def test_rows_without_a_target_are_bad_rows(row, words, chatml):
+    rows = [chat("a", "b"), row, chat("c", "d")]
+    with pytest.raises(UserError, match=f"row 2: no token of this row is a target: .*{words}"):
+        load_dataset(rows, chatml, max_seq_length=30)
+    dataset = load_dataset(rows, chatml, max_seq_length=30, skip_bad_rows=True)
+    assert len(dataset) == 2
+    assert dataset.report.dropped == {"that cannot be used": 1}
+    assert words in str(dataset.report)
 
 
 def test_data_without_a_usable_row_is_refused(chatml):
     rows = [{"messages": [{"role": "user", "content": "a"}]}] * 2
-    with pytest.raises(UserError, match=r"no usable row among 2 \(2 with no target\)"):
-        load_dataset(rows, chatml, max_seq_length=30)
+    with pytest.raises(UserError, match=r"no usable row among 2 \(2 that cannot be used\)"):
+        load_dataset(rows, chatml, max_seq_length=30, skip_bad_rows=True)
 
 
 def test_totals_of_the_report_add_up(chatml):
-    rows = [chat("a " * n, "b " * n) for n in range(40)] + [{"text": "two"}, {"text": ""}]
-    dataset = load_dataset(rows, chatml, max_seq_length=64)
+    rows = [chat("a " * n, "b " * n) for n in range(40)] + [{"text": "two"}, {"text": ""}, chat("a " * 99, "b")]
+    dataset = load_dataset(rows, chatml, max_seq_length=64, skip_bad_rows=True)
     report = dataset.report
-    assert report.rows_read == 42 == sum(report.forms.values())
+    assert report.rows_read == 43 == sum(report.forms.values())
     assert report.rows_read == report.rows_used + sum(report.dropped.values())
-    assert report.rows_used == len(dataset) == sum(report.length_histogram.values())
+    assert report.rows_used == report.num_documents == len(dataset) == sum(report.length_histogram.values())
     assert report.num_tokens == len(dataset.input_ids) == dataset.lengths.sum()
     assert report.num_targets == dataset.loss_mask.sum()
     assert report.longest == dataset.lengths.max() == 64
     assert 0 < report.rows_truncated < 40
-    json.dumps(report.to_dict())
+    whole = load_dataset(rows, chatml, max_seq_length=4096, skip_bad_rows=True)
+    assert report.dropped == {"that cannot be used": 1, "with no target left after truncation": 1}
+    kept = list(whole)[:-1]
+    assert report.num_tokens + report.num_tokens_cut == sum(len(row.input_ids) for row in kept)
+    assert report.num_targets + report.num_targets_cut == sum(row.loss_mask.sum() for row in kept)
+    assert json.loads(json.dumps(report.to_dict()))["rows_read"] == 43
+    assert DataReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     text = str(report)
-    assert "read 42 (40 messages, 2 text)" in text
+    assert "read 43 (41 messages, 2 text)" in text
     assert f"targets {report.num_targets:,}" in text
 
 
@@ -94,10 +114,30 @@ def test_bad_rows_stop_the_load_naming_the_first_three_and_their_number(write, c
         load_dataset(path, chatml, max_seq_length=30)
     message = str(caught.value).splitlines()
     assert message[0] == f"{path}: 4 of 5 rows cannot be used; the first:"
-    assert [line.strip().split(" ")[0] for line in message[1:]] == [f"{path}:{n}:" for n in (2, 3, 4)]
+    assert [line.strip().split(" ")[0] for line in message[1:-1]] == [f"{path}:{n}:" for n in (2, 3, 4)]
+    assert message[-1] == "mend them, or leave them out with --skip_bad_rows"
+    report = load_dataset(path, chatml, max_seq_length=30, skip_bad_rows=True).report
+    assert (report.rows_read, report.rows_used, report.dropped) == (5, 1, {"that cannot be used": 4})
+    assert [message.split(" ")[0] for message in report.bad_rows] == [f"{path}:{n}:" for n in (2, 3, 4)]
     single = write("b.jsonl", '{"text": "a b"}\n{"x": 1}\n')
-    with pytest.raises(UserError, match=r"b\.jsonl:2: no known row form; keys seen: x; forms known"):
+    with pytest.raises(UserError, match=r"b\.jsonl:2: no known row form; keys seen: x; forms known") as caught:
         load_dataset(single, chatml, max_seq_length=30)
+    assert "1 of 2 rows cannot be used" in str(caught.value)
+
+
+def test_broken_lines_are_bad_rows_like_any_other(write, chatml):
+    content = b'{"text": "a b"}\n{"text": \n{"text": "c"}\n{"text": "\xff"}\n'
+    path = write("a.jsonl", content)
+    with pytest.raises(UserError) as caught:
+        load_dataset(path, chatml, max_seq_length=30)
+    assert "2 of 4 rows" in str(caught.value)
+    assert f"{path}:2: broken JSON" in str(caught.value) and f"{path}:4: not UTF-8" in str(caught.value)
+    report = load_dataset(path, chatml, max_seq_length=30, skip_bad_rows=True).report
+    assert (report.rows_read, report.rows_used, report.forms) == (4, 2, {"text": 2})
+    table = write("a.csv", "text,id\na,1\nb\nc,3\n")
+    with pytest.raises(UserError, match=r"a\.csv:3: 1 fields under a header of 2; .*\n1 of 3 rows"):
+        load_dataset(table, chatml, max_seq_length=30)
+    assert load_dataset(table, chatml, max_seq_length=30, skip_bad_rows=True).report.rows_used == 2
 
 
 def test_ids_beyond_the_vocabulary_name_token_id_and_row(chatml):
@@ -112,8 +152,8 @@ def test_ids_beyond_the_vocabulary_name_token_id_and_row(chatml):
     [
         ({"max_seq_length": 1}, "max_seq_length=1"),
         ({"train_on": "answers"}, "train_on='answers' is not one of responses, all"),
-        ({"long_rows": "split"}, "long_rows='split' is not one of truncate, drop, error"),
-        ({"data_format": "csv"}, "data_format='csv' is not one of messages, conversations"),
+        ({"long_rows": "cut"}, "long_rows='cut' is not one of truncate, drop, split, error"),
+        ({"data_format": "csv"}, "data_format='csv' is not one of input_ids, messages"),
     ],
 )
 def test_options_are_checked(options, words, chatml):

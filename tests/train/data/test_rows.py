@@ -112,7 +112,7 @@ def test_message_flags_keep_an_answer_as_context():
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"question": "q", "answer": "a"}, r"f:7: no known row form; keys seen: answer, question; forms known: mess"),
+        ({"question": "q", "answer": "a"}, r"f:7: no known row form; keys seen: answer, question; forms known: inpu"),
         ({}, "f:7: no known row form; keys seen: none"),
         ({"text": None}, r"keys seen: none \(null: text\)"),
         ({"prompt": "p"}, "no known row form; keys seen: prompt"),
