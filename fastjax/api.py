@@ -15,7 +15,6 @@ from fastjax.devices import choose_platform
 from fastjax.errors import UserError
 from fastjax.face.language_model import LanguageModel
 from fastjax.face.refusals import FROM_PRETRAINED, GET_PEFT_MODEL, note, refuse
-from fastjax.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -192,14 +191,14 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _remat(use_gradient_checkpointing: bool | str) -> str:
-    from fastjax.settings import check, field_types, rule_of
+    from fastjax.models.remat import parse_plan
 
     if use_gradient_checkpointing in (True, "unsloth"):
         return "full"
     if use_gradient_checkpointing is False:
         return "none"
     try:
-        hint = field_types(TrainConfig)["remat"]
-        return check("use_gradient_checkpointing", hint, use_gradient_checkpointing, rule_of(TrainConfig, "remat"))
+        parse_plan(str(use_gradient_checkpointing))
     except UserError as error:
-        raise UserError(f"{error}, True, False or 'unsloth'") from None
+        raise UserError(f"use_gradient_checkpointing={use_gradient_checkpointing!r}: {error}; or True, False") from None
+    return str(use_gradient_checkpointing)

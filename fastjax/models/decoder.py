@@ -14,10 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from fastjax.kernels.attention import attention
 from fastjax.models.cache import KVCache
 from fastjax.models.config import ModelConfig
-from fastjax.models.layers import Embedding, Linear, RMSNorm, project
+from fastjax.models.layer_checkpoint import checkpoint_layer
+from fastjax.models.layers import Embedding, Linear, LoraParam, LoraScale, RMSNorm, project
 from fastjax.models.products import matmul
 from fastjax.models.quantized import QuantizedParam, at_layer, matrix
-from fastjax.models.remat import checkpoint_layer
+from fastjax.models.remat import RematPlan, parse_plan
 from fastjax.models.rope import apply_rope, rope_tables
 
 # Inputs that dropout draws for: one random stream a projection, in this order.
@@ -158,7 +159,7 @@ class CausalLM(nnx.Module):
         segment_ids: jax.Array | None = None,
         cache: KVCache | None = None,
         dropout_rng: jax.Array | None = None,
-        remat: str = "none",
+        remat: str | RematPlan = "none",
     ) -> Any:
         """The final norm's output for every token.
 
@@ -169,19 +170,23 @@ class CausalLM(nnx.Module):
             with a cache nothing else is read from them.
           cache: keys and values of earlier tokens; this call's are written at `positions`.
           dropout_rng: key of this call's LoRA dropout; None means none is dropped.
-          remat: what the backward keeps, see `fastjax.models.remat.POLICIES`.
+          remat: what the backward keeps, see `fastjax.models.remat`.
         Returns: [B, T, D] in the compute dtype; with a cache the pair (hidden, cache).
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(input_ids.shape[1], dtype=jnp.int32), input_ids.shape)
         valid = None if segment_ids is None else segment_ids > 0
         rope = rope_tables(self.config.rope, self.config.head_dim, positions, valid)
-        graphdef, quantized, stacked = nnx.split(self.layers, QuantizedParam, ...)
+        plan = parse_plan(remat) if isinstance(remat, str) else remat
+        groups = list(plan.of_layers(self.config.num_hidden_layers))
+        # Where the layers are cut into groups, frozen weights stay whole: a cut of them would be a copy.
+        whole = nnx.Any(QuantizedParam, nnx.Not(nnx.Any(LoraParam, LoraScale))) if len(groups) > 1 else QuantizedParam
+        graphdef, outside, stacked = nnx.split(self.layers, whole, ...)
 
         def body(carry: tuple[jax.Array, KVCache | None], inputs: Any) -> Any:
             x, cache = carry
             leaves, layer = inputs
-            module = nnx.merge(graphdef, at_layer(quantized, layer), leaves)
+            module = nnx.merge(graphdef, at_layer(outside, layer), leaves)
             out = module(
                 x, rope, dropout_rng=dropout_rng, segment_ids=segment_ids, positions=positions, cache=cache,
                 layer=layer,
@@ -189,8 +194,13 @@ class CausalLM(nnx.Module):
             return out, None
 
         x = self.embed_tokens(input_ids, self.dtype)
-        indices = jnp.arange(self.config.num_hidden_layers)
-        (x, new_cache), _ = jax.lax.scan(checkpoint_layer(body, remat), (x, cache), (stacked, indices))
+        carry = (x, cache)
+        for first, count, policy in groups:
+            inputs = (stacked, jnp.arange(first, first + count))
+            if len(groups) > 1:
+                inputs = (jax.tree.map(lambda leaf: leaf[first : first + count], stacked), inputs[1])  # noqa: B023
+            carry, _ = jax.lax.scan(checkpoint_layer(body, policy), carry, inputs)
+        x, new_cache = carry
         hidden = self.norm(x)
         return hidden if cache is None else (hidden, new_cache)
 

@@ -63,9 +63,15 @@ def full_shape(weight: Any) -> tuple[int, ...]:
 
 
 def at_layer(state: nnx.State, layer: jax.Array) -> nnx.State:
-    """A state of QuantizedParams, each of them one layer of what it was."""
+    """A state of stacked weights, each of them one layer of what it was; 4-bit ones are not copied."""
+
+    def one(value: FrozenWeight) -> FrozenWeight:
+        if isinstance(value, QuantizedWeight | MixedWeight):
+            return value.at(layer)
+        return jax.lax.dynamic_index_in_dim(value, layer, keepdims=False)
+
     flat = nnx.to_flat_state(state)
-    return nnx.from_flat_state([(path, variable.replace(variable.get_value().at(layer))) for path, variable in flat])
+    return nnx.from_flat_state([(path, variable.replace(one(variable.get_value()))) for path, variable in flat])
 
 
 def frozen_product(x: jax.Array, weight: FrozenWeight) -> jax.Array:

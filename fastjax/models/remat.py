@@ -1,46 +1,98 @@
-"""What the backward pass keeps of a decoder layer, by name.
+"""What the backward pass keeps of each decoder layer, by name.
 
-The decoder names its activations with `jax.ad_checkpoint.checkpoint_name`; a policy is the set of names that is
-saved, and the rest is recomputed. "none" saves whatever the backward reads and recomputes nothing.
+The decoder names its activations with `jax.ad_checkpoint.checkpoint_name`. A policy is a set of names to keep on the
+device and a set to keep in host memory; the rest is recomputed. A plan gives each run of layers its policy, so that
+memory can be filled to the last layer. This module imports no jax: settings are checked before it is loaded.
 """
 
-from collections.abc import Callable
-
-import jax
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from fastjax.errors import UserError
 
-_LAYER_INPUT = ("layer_in",)
-_ATTENTION = (*_LAYER_INPUT, "query", "key", "value", "attn_out")
-_NO_MATMUL = (*_ATTENTION, "mid", "gate", "up")
+# In the order in which a layer makes them.
+NAMES = ("layer_in", "query", "key", "value", "attn_out", "attn_lse", "mid", "gate", "up")
+_GROUP = re.compile(r"(?:(?P<count>\d{1,6})\s*\*\s*)?(?P<policy>[a-z_+:]+)")
 
-POLICIES: dict[str, tuple[str, ...] | None] = {
-    "none": None,
-    "full": _LAYER_INPUT,
-    "attention": _ATTENTION,
-    "no_matmul": _NO_MATMUL,
+
+@dataclass(frozen=True)
+class Policy:
+    """Names that are kept on the device, and in host memory; `all` keeps whatever the backward reads."""
+
+    saved: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+    all: bool = False
+
+    def __str__(self) -> str:
+        if self.all:
+            return "none"
+        known = next((name for name, policy in POLICIES.items() if policy == self), None)
+        return known or "+".join([*self.saved, *(f"host:{name}" for name in self.offloaded)])
+
+
+_ATTENTION = ("layer_in", "query", "key", "value", "attn_out", "attn_lse")
+POLICIES: dict[str, Policy] = {
+    "none": Policy(all=True),
+    "full": Policy(("layer_in",)),
+    "attention": Policy(_ATTENTION),
+    "no_matmul": Policy((*_ATTENTION, "mid", "gate", "up")),
+    "offload": Policy((), ("layer_in",)),
 }
 
 
-def check_policy(remat: str) -> None:
-    """Raises: UserError unless `remat` names a policy."""
-    if remat not in POLICIES:
-        raise UserError(f"remat={remat!r} is not a policy; known: {', '.join(POLICIES)}")
+@dataclass(frozen=True)
+class RematPlan:
+    """Policies of runs of layers, first to last: (number of layers, policy); a number of 0 means all that are left."""
+
+    groups: tuple[tuple[int, Policy], ...]
+
+    def __str__(self) -> str:
+        return ",".join(str(policy) if count == 0 else f"{count}*{policy}" for count, policy in self.groups)
+
+    def of_layers(self, num_layers: int) -> Iterator[tuple[int, int, Policy]]:
+        """(first layer, number of layers, policy) of each run.
+
+        Raises: UserError if the plan is for another number of layers.
+        """
+        first = 0
+        for count, policy in self.groups:
+            count = count or num_layers - first
+            if count > 0:
+                yield first, count, policy
+            first += count
+        if first != num_layers:
+            raise UserError(f"remat={str(self)!r} is for {first} layers, and the model has {num_layers}")
 
 
-def checkpoint_layer(layer: Callable, remat: str) -> Callable:
-    """`layer` (a function of the scan's carry and inputs) with the named rematerialisation policy.
+def parse_plan(text: str) -> RematPlan:
+    """A plan from its text: `full`; `12*no_matmul,full`; `layer_in+mid,host:layer_in`.
 
-    Args:
-      remat: "none" (nothing recomputed), "full" (only the layer's input is kept), "attention" (also q, k, v after
-        RoPE and the attention output), "no_matmul" (also the middle residual, gate and up: no matmul of the frozen
-        model is computed twice).
-    Raises: UserError for another name.
+    A policy is one of POLICIES, or names of activations joined by +, `host:` before those that go to host memory. The
+    last run takes the layers that are left.
+    Raises: UserError for another text.
     """
-    check_policy(remat)
-    names = POLICIES[remat]
-    if names is None:
-        return layer
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
-    # Inside a scan the compiler cannot merge the recomputation with the forward, so its guard is not needed.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    groups: list[tuple[int, Policy]] = []
+    parts = text.split(",")
+    for index, part in enumerate(parts):
+        found = _GROUP.fullmatch(part.strip())
+        if not found or (found["count"] is None and index < len(parts) - 1):
+            raise UserError(f"remat={text!r} is not understood at {part!r}; {_help()}")
+        groups.append((int(found["count"] or 0), _policy(found["policy"], text)))
+    return RematPlan(tuple(groups))
+
+
+def _policy(text: str, whole: str) -> Policy:
+    if text in POLICIES:
+        return POLICIES[text]
+    saved, offloaded = [], []
+    for word in text.split("+"):
+        name = word.removeprefix("host:")
+        if name not in NAMES:
+            raise UserError(f"remat={whole!r}: {word!r} is neither a policy nor an activation; {_help()}")
+        (offloaded if word != name else saved).append(name)
+    return Policy(tuple(saved), tuple(offloaded))
+
+
+def _help() -> str:
+    return f"policies: {', '.join(POLICIES)}; activations: {', '.join(NAMES)}; 12*no_matmul,full splits the layers"

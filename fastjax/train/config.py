@@ -6,7 +6,10 @@ import struct
 from typing import Any, Literal
 
 from fastjax.errors import UserError
+from fastjax.models.remat import parse_plan
 from fastjax.settings import check_all, setting
+from fastjax.train.data.rows import parse_columns
+from fastjax.train.data.sources import parse_sources
 
 _FLOAT16 = "there is no loss scaling here, so float16 gradients underflow, and every supported card has bfloat16"
 
@@ -22,18 +25,33 @@ class RowConfig:
     """What training and evaluation are told alike: the model, the rows, and how rows become tokens."""
 
     model: str = setting("", "HF folder, hub id or .gguf file of the base model")
-    data: str = setting("", "rows: a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id owner/name")
+    data: str = setting(
+        "",
+        "rows: a .jsonl, .json, .csv, .parquet or .arrow file, a folder of them, or a hub id owner/name; "
+        "NAME:SPLIT[START:STOP]*WEIGHT takes a part, commas join several",
+    )
     adapter: str | None = setting(None, "adapter folder; its own rank, alpha and targets are used")
 
-    data_format: Literal["auto", "messages", "conversations", "prompt", "alpaca", "text"] = setting(
+    data_format: Literal["auto", "input_ids", "messages", "conversations", "prompt", "alpaca", "text"] = setting(
         "auto", "form of the rows; auto recognises it by their keys"
+    )
+    data_columns: str | None = setting(
+        None, "columns that hold the keys of a row form: prompt=question,completion=answer"
+    )
+    chat_template: str | None = setting(
+        None, "file of a Jinja template, or chatml, llama-3, llama-2, mistral, zephyr, vicuna, alpaca; else the model's"
     )
     max_seq_length: int = setting(2048, "longest row, in tokens", minimum=2, below=_INT32)
     train_on: Literal["responses", "all"] = setting("responses", "which tokens are targets")
-    long_rows: Literal["truncate", "drop", "error"] = setting(
-        "truncate",
-        "what happens to rows above max_seq_length",
-        later={"split": "use long_rows=truncate, drop or error"},
+    long_rows: Literal["truncate", "drop", "split", "error"] = setting(
+        "truncate", "what happens to rows above max_seq_length"
+    )
+    skip_bad_rows: bool = setting(False, "leave rows out that cannot be used, and count them, instead of stopping")
+    data_cache_dir: str | None = setting(
+        None, "where tokenised data are kept; else $FASTJAX_CACHE or ~/.cache/fastjax; the word off keeps nothing"
+    )
+    dataset_num_proc: int | None = setting(
+        None, "processes that tokenise; else one a core where rows are many", minimum=1, below=1025
     )
     per_device_eval_batch_size: int = setting(
         8, "rows per data-parallel rank in evaluation", minimum=1, below=_MANY_ROWS
@@ -51,6 +69,8 @@ class RowConfig:
         check_all(self)
         self._require("model", "the base model")
         self._require("data", "the rows")
+        parse_sources(self.data)
+        parse_columns(self.data_columns)
         self.data_parallel_size  # noqa: B018  (parses mesh, raises)
 
     def _require(self, name: str, what: str) -> None:
@@ -76,7 +96,7 @@ class RowConfig:
 
         What to do with an earlier run is left out: it belongs to one start, and would delete that run at the next.
         """
-        starts = ("resume", "overwrite_output_dir")
+        starts = ("resume", "overwrite_output_dir", "inspect", "html")
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in starts}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -107,8 +127,19 @@ class TrainConfig(RowConfig):
     alpha_pattern: dict[str, float] = setting({}, "alphas that differ by module, as JSON")
     modules_to_save: tuple[str, ...] | None = setting(None, "trained in full beside the adapters: embed_tokens,lm_head")
 
+    packing: bool = setting(False, "several documents a row of max_seq_length, apart from each other")
+
     eval_data: str | None = setting(None, "rows to evaluate on, given as data is")
+    eval_fraction: float = setting(0.0, "part of the rows of data that is held out to evaluate on", minimum=0, below=1)
     eval_steps: int | None = setting(None, "evaluate every N optimiser steps (at the end in any case)", minimum=1)
+    early_stopping_patience: int | None = setting(
+        None, "stop after so many evaluations in a row that brought no lower eval_loss", minimum=1
+    )
+    early_stopping_threshold: float = setting(0.0, "by how much eval_loss must fall to count as lower", minimum=0)
+    load_best_model_at_end: bool = setting(
+        False, "save the weights of the lowest eval_loss instead of the last; their checkpoint is kept"
+    )
+    metric_for_best_model: Literal["eval_loss", "loss"] = setting("eval_loss", "what the best is judged by")
 
     per_device_train_batch_size: int = setting(
         2, "rows per data-parallel rank and micro-batch", minimum=1, below=_MANY_ROWS
@@ -125,18 +156,19 @@ class TrainConfig(RowConfig):
     warmup_ratio: float = setting(0.0, "the same as a part of all steps", minimum=0, below=1)
     weight_decay: float = setting(0.01, "AdamW's decoupled weight decay", minimum=0)
     max_grad_norm: float = setting(1.0, "clip the global gradient norm to this; 0 turns clipping off", minimum=0)
-    optim: Literal["adamw"] = setting(
-        "adamw", "optimiser", later={"adamw_8bit": "use optim=adamw, whose state is float32"}
+    optim: Literal["adamw", "adamw_8bit", "adamw_bf16"] = setting(
+        "adamw", "AdamW with moments in float32, in blocks of 8 bits as bitsandbytes has them, or in bfloat16"
     )
     adam_beta1: float = setting(0.9, "AdamW's first decay rate", minimum=0, below=1)
     adam_beta2: float = setting(0.999, "AdamW's second decay rate", minimum=0, below=1)
     adam_epsilon: float = setting(1e-8, "AdamW's epsilon", above=0)
     seed: int = setting(3407, "seed of adapters, order of rows, and dropout", minimum=0, below=2**32)
 
-    remat: Literal["none", "full", "attention", "no_matmul"] = setting(
+    remat: str = setting(
         "full",
-        "what the backward recomputes: nothing, all but the layers' inputs, all but attention, all but matmuls",
-        later={"auto": "name a policy: none, full, attention or no_matmul", "offload": "use remat=full"},
+        "what the backward keeps: none (all), no_matmul, attention, full (the layers' inputs), offload (those, in host "
+        "memory); or names of activations, and runs of layers: 12*no_matmul,full",
+        later={"auto": "name a policy: none, full, offload, attention or no_matmul"},
     )
 
     logging_steps: int = setting(1, "log every N optimiser steps", minimum=1)
@@ -146,18 +178,49 @@ class TrainConfig(RowConfig):
     overwrite_output_dir: bool = setting(False, "delete the earlier run in output_dir and start anew")
     report_to: Literal["tensorboard", "wandb", "none"] = setting("tensorboard", "where else metrics go")
     sample_prompt: str | None = setting(None, "print the greedy answer to this before and after training")
+    inspect: int | None = setting(None, "print this many training rows as they will be trained, and stop", minimum=1)
+    html: str | None = setting(None, "with inspect: write a page instead of printing")
 
     def validate(self) -> None:
         super().validate()
-        self._require("output_dir", "the folder of the run")
+        if self.inspect is None:
+            self._require("output_dir", "the folder of the run")
+        parse_plan(self.remat)
         self._validate_schedule()
         self._validate_float32()
         self._validate_lora()
-        if self.eval_steps is not None and self.eval_data is None:
-            raise UserError(f"eval_steps={self.eval_steps} without eval_data; name the rows with eval_data")
+        self._validate_evaluation()
+        if self.html is not None and self.inspect is None:
+            raise UserError(f"html={self.html!r} without inspect; say with --inspect N how many rows the page shows")
         if self.resume != "never" and self.overwrite_output_dir:
             raise UserError(
                 f"resume={self.resume!r} goes on with the run that overwrite_output_dir deletes; choose one of the two"
+            )
+
+    def _validate_evaluation(self) -> None:
+        """Raises: UserError for a setting that needs evaluations that there are not."""
+        if self.eval_data is not None:
+            parse_sources(self.eval_data)
+            if self.eval_fraction:
+                raise UserError(
+                    f"eval_data={self.eval_data!r} and eval_fraction={self.eval_fraction} both give rows to evaluate "
+                    "on; leave one of the two out"
+                )
+        has_rows = self.eval_data is not None or self.eval_fraction > 0
+        for name in ("eval_steps", "early_stopping_patience", "load_best_model_at_end"):
+            value = getattr(self, name)
+            if value not in (None, False) and not has_rows:
+                raise UserError(
+                    f"{name}={value} without eval_data; name the rows with eval_data, or hold some out with "
+                    "eval_fraction"
+                )
+        if self.early_stopping_patience is not None and self.eval_steps is None:
+            raise UserError(
+                f"early_stopping_patience={self.early_stopping_patience} without eval_steps; say how often to evaluate"
+            )
+        if self.early_stopping_threshold and self.early_stopping_patience is None:
+            raise UserError(
+                f"early_stopping_threshold={self.early_stopping_threshold} without early_stopping_patience; give both"
             )
 
     def _validate_schedule(self) -> None:

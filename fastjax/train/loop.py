@@ -15,10 +15,12 @@ from jax.sharding import Mesh
 from fastjax.errors import Interrupted, NumericsError, UserError
 from fastjax.models.decoder import CausalLM
 from fastjax.models.lora import LoraConfig, split_trainable
-from fastjax.models.remat import check_policy
+from fastjax.models.remat import parse_plan
+from fastjax.train.best import Best, best_of
 from fastjax.train.config import TrainConfig
-from fastjax.train.data import Batches, TokenisedDataset, eval_batches, steps_per_epoch, train_batches
+from fastjax.train.data import Batches, Dataset, TrainingRows, eval_batches, steps_per_epoch, train_batches
 from fastjax.train.evaluate import EvalResult, evaluate
+from fastjax.train.feed import Feed
 from fastjax.train.interrupts import StopSignals
 from fastjax.train.mesh import make_mesh, num_batch_shards, put_batch, replicated
 from fastjax.train.metrics import Interval, MetricsFile, check_writer, make_writer, plot_loss, read_metrics
@@ -39,8 +41,8 @@ class Trainer:
         self,
         model: CausalLM,
         config: TrainConfig,
-        rows: TokenisedDataset,
-        eval_rows: TokenisedDataset | None = None,
+        rows: TrainingRows,
+        eval_rows: Dataset | None = None,
         *,
         lora: LoraConfig | None = None,
         mesh: Mesh | None = None,
@@ -85,8 +87,8 @@ class Trainer:
             adam_beta2=config.adam_beta2,
             adam_epsilon=config.adam_epsilon,
         )
+        parse_plan(config.remat)
         check_writer(config.report_to)
-        check_policy(config.remat)
         self.folder = RunFolder(Path(config.output_dir))
         self.store = CheckpointStore(self.folder.checkpoints, config.save_total_limit)
         self.fingerprint = fingerprint(config, model, lora, rows, self.batch_size)
@@ -155,12 +157,22 @@ class Trainer:
 
     def _is_finished(self, checkpoint: Path, step: int) -> bool:
         """Whether an earlier call did all: the last step, its evaluation, and the result's files after it."""
-        if step < self.total_steps:
+        lines = [line for line in read_metrics(self.folder.metrics) if line["step"] <= step]
+        if step < self.total_steps and not self.stops_early(self.best_of(lines)):
             return False
         if self.eval_rows is not None and not _is_evaluated(read_metrics(self.folder.metrics), step):
             return False
         # A result of fewer steps may lie there, if a run with more was killed before it wrote its own.
         return self.finish is None or self.folder.has_result(self.config.method, since=checkpoint)
+
+    def best_of(self, lines: list[dict[str, Any]]) -> Best:
+        """The best evaluation among the lines of metrics.jsonl."""
+        return best_of(lines, self.config.early_stopping_threshold)
+
+    def stops_early(self, best: Best) -> bool:
+        """Whether the run ends here, though steps are left."""
+        patience = self.config.early_stopping_patience
+        return patience is not None and best.num_worse >= patience
 
     def rows_until(self, step: int) -> int:
         """Rows that the first `step` steps see; the last window of an epoch may be short."""
@@ -190,7 +202,8 @@ class _Run:
     """The moving parts of one `train` call."""
 
     def __init__(self, trainer: Trainer, graphdef: Any, frozen: Any, state: TrainState, batches: Batches) -> None:
-        self.trainer, self.config, self.mesh, self.batches = trainer, trainer.config, trainer.mesh, batches
+        self.trainer, self.config, self.mesh = trainer, trainer.config, trainer.mesh
+        self.feed = Feed(batches, lambda batch: put_batch(batch, self.mesh))
         self.frozen, self.trainable, self.opt_state = frozen, state.trainable, state.opt_state
         self.rng, self.step, self.first_step = state.rng, state.step, state.step
         self.interval = Interval(**state.position.get("interval", {}))
@@ -206,6 +219,8 @@ class _Run:
         self.writer = make_writer(self.config.report_to, folder.tensorboard, self.config.to_dict(), step=self.step)
         self.log = MetricsFile(folder.metrics, keep_until=self.step if state.position else None)
         self.progress = Progress(trainer.total_steps, self.step)
+        self.best = Best()
+        self._judge()
 
     def steps(self, stop: StopSignals) -> TrainResult:
         """All steps that are left, with their logging, evaluating and saving."""
@@ -214,12 +229,13 @@ class _Run:
         every, total = self.config.logging_steps, self.trainer.total_steps
         # A run that was stopped between a step and its evaluation still owes it.
         self._evaluate_if_due(stop)
-        while self.step < total and not stop:
-            batch = put_batch(next(self.batches), self.mesh)
+        while self._has_steps_left() and not stop:
             self.trainable, self.opt_state, metrics = self.train_step(
-                self.trainable, self.opt_state, self.frozen, batch, self.rng
+                self.trainable, self.opt_state, self.frozen, self.feed.take(), self.rng
             )
             self.step += 1
+            if self.step < total:
+                self.feed.prepare()
             self.progress.step()
             self.pending.append((self.step, metrics))
             # One step behind, so that the device never waits for the host to read and write numbers.
@@ -229,7 +245,7 @@ class _Run:
             if self.step % self.config.save_steps == 0 or self.step == total:
                 self._save()
         self._settle()
-        if stop and (self.step < total or self._owes_evaluation()):
+        if stop and (self._has_steps_left() or self._owes_evaluation()):
             self._save()
             assert stop.number is not None, "stopped by no signal"
             raise Interrupted(
@@ -239,6 +255,12 @@ class _Run:
             )
         if self.saved_at != self.step:
             self._save()
+        if self.step < total:
+            self.trainer.say(
+                f"stopped early after step {self.step} of {total}: {self.best.num_worse} evaluations in a row brought no "
+                f"lower eval_loss than {self.best.eval_loss:.4f}, that of step {self.best.step}"
+            )
+        self._load_best()
         self._plot()
         rows_until = self.trainer.rows_until
         return TrainResult(
@@ -248,6 +270,7 @@ class _Run:
             log_history=list(self.log.lines),
             training_loss=self.loss_sum / self.num_target_tokens if self.num_target_tokens else None,
             evaluation=self.evaluation,
+            best=self.best if self.best.step is not None else None,
             num_rows=rows_until(self.step) - rows_until(self.first_step),
             num_target_tokens=self.num_target_tokens,
             num_tokens=self.num_tokens,
@@ -260,7 +283,7 @@ class _Run:
         self.log.close()
         if self.writer is not None:
             self.writer.close()
-        self.batches.close()
+        self.feed.close()
         self.opt_state = None
 
     def _settle(self, until: int | None = None) -> None:
@@ -306,7 +329,28 @@ class _Run:
             line = {"step": step, "eval_loss": result.loss, "num_target_tokens": result.num_target_tokens}
             self._write(line)
             self.progress.evaluated(line)
+            self._judge()
         self.since += time.perf_counter() - begin
+        if result is not None and self.config.load_best_model_at_end and self.best.step == step:
+            self._save()
+
+    def _has_steps_left(self) -> bool:
+        return self.step < self.trainer.total_steps and not self.trainer.stops_early(self.best)
+
+    def _judge(self) -> None:
+        """Looks for the best evaluation so far, whose checkpoint stays if it is wanted at the end."""
+        self.best = self.trainer.best_of(self.log.lines)
+        if self.config.load_best_model_at_end:
+            self.trainer.store.best = self.best.step
+
+    def _load_best(self) -> None:
+        """Puts the weights of the best evaluation in the place of the last ones, if that is wanted."""
+        trainer, step = self.trainer, self.best.step
+        if not self.config.load_best_model_at_end or step is None or step == self.step:
+            return
+        here = TrainState(self.trainable, self.opt_state, self.rng, self.step, {})
+        self.trainable = restore(trainer.store.path(step), here, trainer.fingerprint).trainable
+        trainer.say(f"the weights are those of step {step}, whose eval_loss {self.best.eval_loss:.4f} is the lowest")
 
     def _owes_evaluation(self) -> bool:
         every, step = self.config.eval_steps, self.step
@@ -320,7 +364,7 @@ class _Run:
         begin = time.perf_counter()
         self.interval.seconds = begin - self.since if self.interval.num_steps else 0.0
         position = {
-            "data": self.batches.get_state(),
+            "data": self.feed.get_state(),
             "interval": self.interval.to_dict(),
             "horizon": self.trainer.horizon,
         }

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from fastjax.kernels.linear_cross_entropy import linear_cross_entropy
 from fastjax.models.decoder import CausalLM
+from fastjax.models.remat import RematPlan
 from fastjax.train.mesh import BATCH_AXES, num_batch_shards
 
 # A stream of its own for the head's dropout; the decoder derives its layers' keys from the same micro-batch key.
@@ -44,21 +45,25 @@ def loss_sum(
     mesh: Mesh,
     train_head: bool = False,
     dropout_rng: jax.Array | None = None,
-    remat: str = "none",
+    remat: str | RematPlan = "none",
 ) -> tuple[jax.Array, jax.Array]:
     """Summed cross-entropy over the targets of a micro-batch, and their number.
 
     Full logits never exist: the head's matmul lives inside the chunked loss.
 
     Args:
-      batch: see `shifted_targets`.
+      batch: see `shifted_targets`; positions [B, T] int32, where rows hold several documents.
       mesh: rows are split over its data-parallel axes.
       train_head: whether the head's weight gets a gradient.
       dropout_rng: key of this micro-batch; None means no dropout.
     Returns: float32 scalar, int32 scalar.
     """
     hidden = model.hidden_states(
-        batch["input_ids"], segment_ids=batch["segment_ids"], dropout_rng=dropout_rng, remat=remat
+        batch["input_ids"],
+        positions=batch.get("positions"),
+        segment_ids=batch["segment_ids"],
+        dropout_rng=dropout_rng,
+        remat=remat,
     )
     weight = model.head_weight()
     lora = None if model.lm_head is None else model.lm_head.lora

@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from fastjax.models.remat import RematPlan
 from fastjax.train.loss import head_is_trained, loss_sum
 from fastjax.train.mesh import replicated
 from fastjax.train.optim import step_count
@@ -19,7 +20,7 @@ EvalStep = Callable[..., Metrics]
 
 
 def make_train_step(
-    graphdef: Any, optimizer: optax.GradientTransformation, *, mesh: Mesh, remat: str = "none"
+    graphdef: Any, optimizer: optax.GradientTransformation, *, mesh: Mesh, remat: str | RematPlan = "none"
 ) -> TrainStep:
     """The jitted function (trainable, opt_state, frozen, batch, rng) -> (trainable, opt_state, metrics).
 

@@ -81,12 +81,12 @@ def without_times(lines):
 
 
 def signal_at(monkeypatch, number, call):
-    """The process gets the signal while step `call` is being prepared."""
+    """The process gets the signal during step `call`, while the batch after it is being prepared."""
     put, calls = loop.put_batch, []
 
     def counted(batch, mesh):
         calls.append(None)
-        if len(calls) == call:
+        if len(calls) == call + 1:
             os.kill(os.getpid(), number)
         return put(batch, mesh)
 
@@ -268,7 +268,7 @@ def test_a_folder_in_use_is_refused_and_an_overwritten_one_starts_anew(whole, tm
 
 
 def test_a_setting_that_cannot_be_leaves_no_folder(tmp_path):
-    with pytest.raises(UserError, match="remat='most' is not a policy"):
+    with pytest.raises(UserError, match="remat='most': 'most' is neither a policy"):
         trainer(tmp_path / "run", remat="most")
     with pytest.raises(UserError, match="from 0 to"):
         trainer(tmp_path / "run", seed=2**32).train()
