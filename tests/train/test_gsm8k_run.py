@@ -45,9 +45,9 @@ def test_eval_loss_on_gsm8k_falls_and_is_what_peft_computes_for_the_saved_adapte
     before = _eval_loss(capsys, "--model", str(smollm2_file))
     run = tmp_path / "run"
     arguments = {
-        "model": smollm2_file, "data": DATA / "train64.jsonl", "output_dir": run, "dtype": "float32", "remat": "none",
+        "model": smollm2_file, "data": DATA / "train64.jsonl", "output_dir": run, "method": "lora", "dtype": "float32",
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-3,
-        "lora_r": 8, "lora_alpha": 16, "max_seq_length": 512, "report_to": "none",
+        "lora_r": 8, "lora_alpha": 16, "max_seq_length": 512, "remat": "none", "report_to": "none",
     }  # fmt: skip
     assert train([word for name, value in arguments.items() for word in (f"--{name}", str(value))]) == 0
     capsys.readouterr()
