@@ -13,6 +13,7 @@ from fastjax.train.config import LORA_SETTINGS, QUANT_SETTINGS, TrainConfig
 _BROUGHT = ("model", "data", "eval_data", "sample_prompt", "method", "dtype", *QUANT_SETTINGS, *LORA_SETTINGS)
 
 _SAME_OPTIMIZER = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf")
+# Paging is about where the same state lies when memory runs out.
 _EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 
 # Arguments that only the model, its tokenizer or the rows can answer: SFTTrainer does.
@@ -152,7 +153,7 @@ def _max_steps(value: Any) -> dict[str, Any]:
 def _optim(value: Any) -> dict[str, Any]:
     value = getattr(value, "value", value)
     if value in _EIGHT_BIT:
-        raise UserError(f"optim={value!r} is not in this release; use optim='adamw', whose state is float32")
+        return {"optim": "adamw_8bit"}
     return {"optim": "adamw" if value in _SAME_OPTIMIZER else value}
 
 

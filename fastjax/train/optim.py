@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from fastjax.errors import UserError
+from fastjax.train.adam_states import scale_by_adam_8bit, scale_by_adam_bf16
 from fastjax.train.schedule import Schedule
 
 # transformers.Trainer.get_decay_parameter_names: biases and norms keep their size, everything else decays, LoRA's A and
@@ -61,6 +62,22 @@ def _scale_by_adam_float32(b1: float, b2: float, eps: float) -> optax.GradientTr
     )
 
 
+def _num_stacked(path: tuple[Any, ...]) -> int:
+    """A decoder's layers lie in one leaf, stacked over its first dimension."""
+    return int(parameter_name(path).startswith("layers."))
+
+
+def _scale_by_adam(optim: str, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    match optim:
+        case "adamw":
+            return _scale_by_adam_float32(b1, b2, eps)
+        case "adamw_8bit":
+            return scale_by_adam_8bit(b1, b2, eps, _num_stacked)
+        case "adamw_bf16":
+            return scale_by_adam_bf16(b1, b2, eps)
+    raise UserError(f"optim={optim!r} is not known; known: adamw, adamw_8bit, adamw_bf16")
+
+
 def make_optimizer(
     schedule: Schedule,
     *,
@@ -77,12 +94,12 @@ def make_optimizer(
     buffers, no decay, and no part in the norm.
 
     Args:
+      optim: "adamw" keeps both moments in float32, "adamw_8bit" in blocks of 8 bits, "adamw_bf16" in bfloat16.
       max_grad_norm: None or 0 leaves gradients as they are.
     Raises: UserError for an optimiser that is not there, or numbers outside their range.
-    Source: torch.optim.AdamW; decay groups from transformers.Trainer.
+    Source: torch.optim.AdamW and bitsandbytes.optim.AdamW8bit; decay groups from transformers.Trainer.
     """
-    if optim != "adamw":
-        raise UserError(f"optim={optim!r} is not known; the optimiser of this release is 'adamw'")
+    adam = _scale_by_adam(optim, adam_beta1, adam_beta2, adam_epsilon)
     if not weight_decay >= 0:
         raise UserError(f"weight_decay={weight_decay} must be 0 or more")
     for name, beta in (("adam_beta1", adam_beta1), ("adam_beta2", adam_beta2)):
@@ -93,7 +110,7 @@ def make_optimizer(
     # What is turned off keeps its place: a saved state names its leaves by it.
     return optax.chain(
         clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity(),
-        _scale_by_adam_float32(adam_beta1, adam_beta2, adam_epsilon),
+        adam,
         optax.add_decayed_weights(weight_decay, decay_mask) if weight_decay else optax.identity(),
         optax.scale_by_learning_rate(schedule),
     )

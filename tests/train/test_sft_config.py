@@ -18,6 +18,11 @@ def test_the_words_of_trl_become_settings():
     )
 
 
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"])
+def test_the_names_of_eight_bit_adamw(name):
+    assert SFTConfig(optim=name).train_config.optim == "adamw_8bit"
+
+
 def test_own_names_and_defaults_are_those_of_the_command_line():
     assert SFTConfig(output_dir="out").train_config == TrainConfig(output_dir="out")
     assert SFTConfig(max_seq_length=64, warmup_ratio=0.1, seed=1).train_config.seed == 1
@@ -30,8 +35,6 @@ def test_own_names_and_defaults_are_those_of_the_command_line():
         ({"deepspeed": "x.json"}, ["deepspeed='x.json' cannot be honoured"]),
         ({"packing": True}, ["packing=True cannot be honoured"]),
         ({"fp16": True}, ["fp16=True", "bfloat16"]),
-        ({"optim": "adamw_8bit"}, ["optim='adamw_8bit' is not in this release"]),
-        ({"optim": "paged_adamw_8bit"}, ["optim='paged_adamw_8bit' is not in this release; use optim='adamw'"]),
         ({"optim": "sgd"}, ["optim='sgd' is not one of adamw"]),
         ({"eval_strategy": "best"}, ["eval_strategy='best'", "'epoch'"]),
         ({"save_strategy": "best"}, ["save_strategy='best'"]),
@@ -60,10 +63,10 @@ def test_what_cannot_be_honoured_is_an_error_that_says_so(arguments, words):
 
 def test_all_that_is_wrong_is_one_error_with_a_line_each():
     with pytest.raises(UserError) as error:
-        SFTConfig(packing=True, optim="paged_adamw_8bit", learning_rat=1, per_device_train_batch_size=0, fp16=True)
+        SFTConfig(packing=True, optim="paged_lion_8bit", learning_rat=1, per_device_train_batch_size=0, fp16=True)
     lines = str(error.value).splitlines()
     assert len(lines) == 5
-    for word in ("packing=True", "paged_adamw_8bit", "learning_rat", "per_device_train_batch_size=0", "fp16=True"):
+    for word in ("packing=True", "paged_lion_8bit", "learning_rat", "per_device_train_batch_size=0", "fp16=True"):
         assert sum(word in line for line in lines) == 1
 
 
