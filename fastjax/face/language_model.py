@@ -56,14 +56,16 @@ class LanguageModel:
         )
 
     def num_parameters(self, only_trainable: bool = False) -> int:
-        """The number of weights, adapters included; or only of those that training with the adapter changes."""
-        import jax
+        """The number of weights, adapters included, a 4-bit one being one; or only of those that training changes."""
         from flax import nnx
 
         from fastjax.models.layers import LoraParam, TrainedParam
+        from fastjax.models.quantized import QuantizedParam, num_weights
 
-        kinds = nnx.Any(LoraParam, TrainedParam) if only_trainable and self.lora is not None else nnx.Param
-        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self.model, kinds)))
+        trained = only_trainable and self.lora is not None
+        kinds = nnx.Any(LoraParam, TrainedParam) if trained else nnx.Any(nnx.Param, QuantizedParam)
+        flat = nnx.to_flat_state(nnx.state(self.model, kinds))
+        return sum(num_weights(variable.get_value()) for _, variable in flat)
 
     def print_trainable_parameters(self) -> None:
         """Print how many weights are trained, out of how many."""
