@@ -1,0 +1,18 @@
+"""What a call of attention asks for besides its arrays."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    """Static settings, hashable; their meanings stand in `fastjax.kernels.attention.attention`.
+
+    Attributes:
+      scale: already chosen, never None.
+    """
+
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    dropout_rate: float = 0.0

@@ -1,0 +1,205 @@
+"""The forward kernel: online softmax over tiles of keys.
+
+With c = scale log2(e), over tiles j of keys, from m = -inf, l = 0, acc = 0:
+
+    s    = q . k_j^T
+    m'   = max(m, c max_j s)
+    p    = 2^(c s - m')
+    acc <- acc 2^(m - m') + p . v_j          l <- l 2^(m - m') + sum_j p         m <- m'
+    out  = acc / l                           lse = (m + log2 l) / log2(e)
+
+m, l and acc are float32; p is rounded to the dtype of v for its product.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from fastjax.kernels.attention.blocks import Tiles
+from fastjax.kernels.attention.options import Options
+from fastjax.kernels.attention.pallas_triton_parts import (
+    LOG2_E,
+    Call,
+    capped,
+    dropped,
+    head_sections,
+    key_bits,
+    key_limit,
+    keys_to_visit,
+    layer_index,
+    load_rows,
+    load_segments,
+    mask_specs,
+    needs_mask,
+    pair_mask,
+    query_bits,
+    query_positions,
+    store_rows,
+)
+
+# Fewer tiles of keys than this do not repay the two products that `ahead` adds.
+_AHEAD_TILES = 48
+
+
+def _forward_kernel(query_ref, key_ref, value_ref, refs, out_ref, lse_ref, *, call: Call, ahead: bool):
+    """Owns call.rows queries of one head; query_ref [rows, H], key_ref and value_ref [L, S, H].
+
+    Full tiles first, then those with a mask. A row without keys keeps l = 0 and gives zeros. With `ahead`, the tensor
+    cores multiply the next tile of keys while the softmax of this one is computed; at both ends one product more.
+    """
+    first_row = (pl.num_programs(1) - 1 - pl.program_id(1)) * call.rows
+    row = first_row + jnp.arange(call.rows)
+    inside = None if call.num_queries % call.rows == 0 else row < call.num_queries
+    positions = query_positions(call, refs, row)
+    visit = keys_to_visit(call, refs, first_row, positions)
+    limit = key_limit(call, refs)
+    layer = layer_index(refs)
+    query = load_rows(query_ref, ..., call, inside)
+    segments = load_segments(refs, row, call.num_queries)[:, None] if "segment_ids" in refs else None
+    of_queries = query_bits(call, refs, 0, row)
+
+    def product(tile: jax.Array, *, masked: bool) -> jax.Array:
+        index = tile * call.keys + jnp.arange(call.keys)
+        key = load_tile(key_ref, tile, index < limit if masked else None)
+        return call.dot(query, key, transpose_b=True)
+
+    def load_tile(ref, tile: jax.Array, inside: jax.Array | None) -> jax.Array:
+        return load_rows(ref, (layer, pl.ds(tile * call.keys, call.keys), slice(None)), call, inside)
+
+    def weigh(tile: jax.Array, scores: jax.Array, maximum: jax.Array, total: jax.Array, *, masked: bool):
+        """(weights, maximum, total, factor of what was summed before) after this tile's scores."""
+        index = tile * call.keys + jnp.arange(call.keys)
+        scores = capped(call, scores)
+        if masked:
+            key_segments = None
+            if segments is not None:
+                key_segments = load_segments(refs, index, call.num_keys)[None, :]
+            mask = pair_mask(call, positions[:, None], index[None, :], segments, key_segments, limit)
+            scores = jnp.where(mask, scores, -jnp.inf)
+        new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1) * call.exponent_scale)
+        # -inf - -inf is NaN: a row that has seen no key yet counts from 0.
+        finite = jnp.where(new_maximum == -jnp.inf, 0.0, new_maximum) if masked else new_maximum
+        weights = call.exp2(call.multiply_add(scores, call.exponent_scale, -finite[:, None]))
+        correction = call.exp2(maximum - finite)
+        total = total * correction + jnp.sum(weights, axis=1)
+        if of_queries is not None:
+            of_keys = key_bits(call, refs, 0, index)
+            weights = dropped(call, weights, of_queries[:, None], of_keys[None, :])
+        return weights.astype(value_ref.dtype), new_maximum, total, correction[:, None]
+
+    def step(tile: jax.Array, carry, *, masked: bool):
+        acc, maximum, total = carry
+        weights, maximum, total, correction = weigh(tile, product(tile, masked=masked), maximum, total, masked=masked)
+        index = tile * call.keys + jnp.arange(call.keys)
+        value = load_tile(value_ref, tile, index < limit if masked else None)
+        return acc * correction + call.dot(weights, value), maximum, total
+
+    def step_ahead(tile: jax.Array, carry):
+        """Of this tile only the softmax: its product with the keys came before, that with the values comes after."""
+        acc, maximum, total, scores, weights = carry
+        acc = acc + call.dot(weights, load_tile(value_ref, jnp.maximum(tile - 1, 0), None))
+        next_scores = product(jnp.minimum(tile + 1, visit.full_end - 1), masked=False)
+        weights, maximum, total, correction = weigh(tile, scores, maximum, total, masked=False)
+        return acc * correction, maximum, total, next_scores, weights
+
+    carry = (
+        jnp.zeros((call.rows, call.padded_head), jnp.float32),
+        jnp.full((call.rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((call.rows,), jnp.float32),
+    )
+    if ahead:
+        # Without a full tile the loop does not run, and what is computed around it counts nothing; its loads stay
+        # inside of the array.
+        first_tile = jnp.minimum(visit.full_first, call.num_keys // call.keys - 1)
+        none = jnp.zeros((call.rows, call.keys), value_ref.dtype)
+        carry = (*carry, product(first_tile, masked=False), none)
+        carry = jax.lax.fori_loop(visit.full_first, visit.full_end, step_ahead, carry)
+        acc, maximum, total, _, weights = carry
+        last_value = load_tile(value_ref, jnp.maximum(visit.full_end - 1, 0), None)
+        carry = (acc + call.dot(weights, last_value), maximum, total)
+    else:
+        carry = jax.lax.fori_loop(visit.full_first, visit.full_end, partial(step, masked=False), carry)
+    if needs_mask(call, refs):
+        masked = partial(step, masked=True)
+        carry = jax.lax.fori_loop(0, visit.num_masked, lambda i, carry: masked(visit.masked(i), carry), carry)
+    acc, maximum, total = carry
+    is_empty = total == 0.0
+    total = jnp.where(is_empty, 1.0, total)
+    lse = jnp.where(is_empty, -jnp.inf, maximum * (1 / LOG2_E) + jnp.log(total))
+    plgpu.store(lse_ref, lse, mask=inside)
+    store_rows(out_ref, acc / total[:, None], call, inside)
+
+
+def layered_key_spec(key: jax.Array, call: Call, row_and_head: Any) -> pl.BlockSpec:
+    """Block [L, padded S, padded H] of a [L, B, S, K, H] array; row_and_head(*program) -> (row, key/value head)."""
+
+    def block(*ids):
+        row, head = row_and_head(*ids)
+        return 0, row, 0, head, 0
+
+    return pl.BlockSpec((key.shape[0], None, call.padded_keys, None, call.padded_head), block)
+
+
+def forward_pallas(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    arrays: dict[str, jax.Array],
+    options: Options,
+    tiles: Tiles,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [B, T, N, H] in query's dtype, lse [B, N, T] float32).
+
+    Args:
+      key, value: [L, B, S, K, H], of which arrays["layer"] (or the first) is read where it lies.
+      arrays: as from `mask_arrays`.
+    """
+    batch, num_queries, num_heads, head_dim = query.shape
+    num_keys, num_kv_heads = key.shape[-3:-1]
+    group = num_heads // num_kv_heads
+    exact = query.dtype == jnp.float32
+    call = Call(options, num_queries, num_keys, head_dim, group, tiles.rows, tiles.keys, exact, interpret)
+    section = head_sections(batch * num_heads, group, 2 * num_keys * head_dim * key.dtype.itemsize, tiles.shared_mib)
+
+    ahead = tiles.ahead and num_keys >= _AHEAD_TILES * tiles.keys
+
+    def row_and_head(member, tile, section_index):
+        del tile
+        head = section_index * section + member
+        return head // num_heads, head % num_heads
+
+    def query_block(member, tile, section_index):
+        row, head = row_and_head(member, tile, section_index)
+        return row, call.padded_queries // call.rows - 1 - tile, head, 0
+
+    def row_and_kv_head(*ids):
+        row, head = row_and_head(*ids)
+        return row, head // group
+
+    def lse_block(*ids):
+        row, tile, head, _ = query_block(*ids)
+        return row, head, tile
+
+    of_queries = pl.BlockSpec((None, call.rows, None, call.padded_head), query_block)
+    of_keys = layered_key_spec(key, call, row_and_kv_head)
+    out, lse = pl.pallas_call(
+        partial(_forward_kernel, call=call, ahead=ahead),
+        out_shape=(
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            jax.ShapeDtypeStruct((batch, num_heads, num_queries), jnp.float32),
+        ),
+        # Long rows of tiles start first, so that short ones fill the gaps at the end.
+        grid=(section, call.padded_queries // call.rows, batch * num_heads // section),
+        in_specs=[of_queries, of_keys, of_keys, mask_specs(arrays, row_and_head)],
+        out_specs=(of_queries, pl.BlockSpec((None, None, call.rows), lse_block)),
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+        name="attention_forward",
+    )(query, key, value, arrays)
+    return out, lse
