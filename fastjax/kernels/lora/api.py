@@ -14,6 +14,7 @@ from fastjax.kernels.lora.many_rows import joined_adapters, joined_backward, joi
 from fastjax.kernels.nf4.api import check_one_layer, dequantize
 from fastjax.kernels.nf4.tables import BLOCK_SIZE
 from fastjax.kernels.nf4.weight import QuantizedWeight
+from fastjax.kernels.quant_matmul.api import implementations as quant_matmul_implementations
 from fastjax.kernels.quant_matmul.blocks import fused_is_faster
 from fastjax.kernels.quant_matmul.pallas_triton import quant_matmul_gradient_pallas, quant_matmul_pallas
 from fastjax.kernels.quant_matmul.reference import product
@@ -61,7 +62,7 @@ def lora_matmul(
     weights, lora_as, lora_bs, scales = groups
     _check(x, weights, lora_as, lora_bs, scales)
     rows = x.reshape(-1, x.shape[-1])
-    implementation = choose("lora_matmul", implementation, _implementations(len(rows), weights, interpret))
+    implementation = choose("lora_matmul", implementation, _implementations(rows, weights, interpret))
     scales = tuple(jnp.asarray(s, jnp.float32) for s in scales)
     outputs = _lora_matmul(rows, weights, lora_as, lora_bs, scales, implementation, interpret)
     shaped = tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs)
@@ -86,15 +87,19 @@ def _check(x, weights, lora_as, lora_bs, scales) -> None:
             )
 
 
-def _implementations(num_rows: int, weights: tuple, interpret: bool) -> dict[str, str | None]:
-    """Name -> why it cannot run here, or None; the faster first."""
-    reason = triton_reason(interpret)
+def _implementations(x: jax.Array, weights: tuple, interpret: bool) -> dict[str, str | None]:
+    """Name -> why it cannot run here, or None; the faster first. x is [M, in]."""
+    joined = triton_reason(interpret)
     if not all(isinstance(weight, QuantizedWeight) for weight in weights):
-        reason = "takes 4-bit weights only"
-    elif weights[0].shape[1] % BLOCK_SIZE != 0:
-        reason = f"takes `in` in multiples of {BLOCK_SIZE}; these weights have in={weights[0].shape[1]}"
-    names = ("pallas_triton", "joined") if fused_is_faster(num_rows) else ("joined", "pallas_triton")
-    return {**dict.fromkeys(names, reason), "separate": None}
+        fused = joined = "takes 4-bit weights only"
+    else:
+        reasons = [quant_matmul_implementations(x, weight, interpret)["pallas_triton"] for weight in weights]
+        fused = next(filter(None, reasons), None)
+        if x.shape[1] % BLOCK_SIZE != 0:
+            joined = f"takes `in` in multiples of {BLOCK_SIZE}; these weights have in={x.shape[1]}"
+    if fused_is_faster(len(x)):
+        return {"pallas_triton": fused, "joined": joined, "separate": None}
+    return {"joined": joined, "pallas_triton": fused, "separate": None}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))

@@ -8,6 +8,7 @@ Adapters come joined: A [projections * R, in] and B [sum out, R], each padded wi
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +37,11 @@ def joined_adapters(
 def block_diagonal(lora_b: jax.Array, outs: Sequence[int], num_columns: int) -> jax.Array:
     """[sum out, num_columns]: the B of each projection in columns of its own, zeros elsewhere."""
     rank = lora_b.shape[1]
-    projection = jnp.repeat(jnp.arange(len(outs)), jnp.array(outs), total_repeat_length=len(lora_b))
-    column = jnp.arange(num_columns)
-    return jnp.where(column // rank == projection[:, None], lora_b[:, column % rank], 0)
+    rows, first = [], 0
+    for i, num_out in enumerate(outs):
+        rows.append(jnp.pad(lora_b[first : first + num_out], ((0, 0), (i * rank, num_columns - (i + 1) * rank))))
+        first += num_out
+    return jnp.concatenate(rows)
 
 
 def joined_forward(
@@ -79,9 +82,9 @@ def joined_backward(
         t, db = gradient_products(dout, xa, lora_b, outs, interpret=interpret)
     else:
         t = product(dout, block_diagonal(lora_b, outs, len(lora_a)), transposed=False)
-        blocks = transposed_product(dout, xa).reshape(len(lora_b), len(outs), -1)
-        projection = jnp.repeat(jnp.arange(len(outs)), jnp.array(outs), total_repeat_length=len(lora_b))
-        db = jnp.take_along_axis(blocks, projection[:, None, None], axis=1)[:, 0]
+        rows = jnp.split(transposed_product(dout, xa), list(accumulate(outs[:-1])))
+        rank = lora_b.shape[1]
+        db = jnp.concatenate([part[:, i * rank : (i + 1) * rank] for i, part in enumerate(rows)])
     return dx, transposed_product(t, x), db
 
 

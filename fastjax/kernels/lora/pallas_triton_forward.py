@@ -14,25 +14,31 @@ from fastjax.kernels.lora.blocks import AddTiles, ColumnTiles, add_tiles, column
 
 
 def _columns_kernel(x_ref, lora_a_ref, out_ref, xa_ref, *, tiles: ColumnTiles):
-    """Owns `rows` of x, copied `columns` at a time, with a float32 sum [rows, further columns]."""
+    """Owns `rows` of x, copied `columns` at a time, with a float32 sum [rows, further columns].
+
+    Rows of A past its end count as zeros.
+    """
     num_rows, num_in = x_ref.shape
     row = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows)
     inside = None if num_rows % tiles.rows == 0 else row[:, None] < num_rows
-    extra = jnp.arange(lora_a_ref.shape[0])
+    extra = jnp.arange(out_ref.shape[1] - num_in)
+    is_product = None if len(extra) == lora_a_ref.shape[0] else extra < lora_a_ref.shape[0]
+    in_a = None if is_product is None else is_product[:, None]
 
     def step(i, total):
         column = i * tiles.columns + jnp.arange(tiles.columns)
         place = (row[:, None], column[None])
         x = plgpu.load(x_ref.at[place], mask=inside, other=None if inside is None else 0.0)
-        lora_a = plgpu.load(lora_a_ref.at[extra[:, None], column[None]])
+        lora_a = plgpu.load(lora_a_ref.at[extra[:, None], column[None]], mask=in_a, other=None if in_a is None else 0.0)
         plgpu.store(out_ref.at[place], x, mask=inside)
         return total + jnp.dot(x, lora_a.T, preferred_element_type=jnp.float32)
 
-    zeros = jnp.zeros((tiles.rows, lora_a_ref.shape[0]), jnp.float32)
+    zeros = jnp.zeros((tiles.rows, len(extra)), jnp.float32)
     xa = jax.lax.fori_loop(0, num_in // tiles.columns, step, zeros).astype(out_ref.dtype)
     plgpu.store(out_ref.at[row[:, None], (num_in + extra)[None]], xa, mask=inside)
-    kept = extra[None] < xa_ref.shape[1]
-    plgpu.store(xa_ref.at[row[:, None], extra[None]], xa, mask=kept if inside is None else kept & inside)
+    if is_product is not None:
+        inside = is_product[None] if inside is None else is_product[None] & inside
+    plgpu.store(xa_ref.at[row[:, None], extra[None]], xa, mask=inside)
 
 
 def with_columns(
@@ -48,7 +54,6 @@ def with_columns(
     """
     num_rows, num_in = x.shape
     tiles = tiles or column_tiles(num_in, num_extra)
-    padded = jnp.pad(lora_a, ((0, num_extra - len(lora_a)), (0, 0)))
     return pl.pallas_call(
         partial(_columns_kernel, tiles=tiles),
         out_shape=(
@@ -59,7 +64,7 @@ def with_columns(
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="lora_columns",
-    )(x, padded)
+    )(x, lora_a)
 
 
 def _add_kernel(y_ref, xa_ref, lora_b_ref, out_ref, *, tiles: AddTiles):
