@@ -20,7 +20,6 @@ class Tiles:
     Attributes:
       shared_mib: heads run side by side only as long as what each of them reads again and again fits in this many MiB
         of L2 cache, together.
-      ahead: in the forward, whether the next tile's product with the keys is computed during this tile's softmax.
     """
 
     rows: int
@@ -28,7 +27,6 @@ class Tiles:
     num_warps: int
     num_stages: int
     shared_mib: int = 24
-    ahead: bool = False
 
 
 @dataclass(frozen=True)

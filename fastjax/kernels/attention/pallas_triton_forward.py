@@ -41,15 +41,11 @@ from fastjax.kernels.attention.pallas_triton_parts import (
     store_rows,
 )
 
-# Fewer tiles of keys than this do not repay the two products that `ahead` adds.
-_AHEAD_TILES = 48
 
-
-def _forward_kernel(query_ref, key_ref, value_ref, refs, out_ref, lse_ref, *, call: Call, ahead: bool):
+def _forward_kernel(query_ref, key_ref, value_ref, refs, out_ref, lse_ref, *, call: Call):
     """Owns call.rows queries of one head; query_ref [rows, H], key_ref and value_ref [L, S, H].
 
-    Full tiles first, then those with a mask. A row without keys keeps l = 0 and gives zeros. With `ahead`, the tensor
-    cores multiply the next tile of keys while the softmax of this one is computed; at both ends one product more.
+    Full tiles first, then those with a mask. A row without keys keeps l = 0 and gives zeros.
     """
     first_row = (pl.num_programs(1) - 1 - pl.program_id(1)) * call.rows
     row = first_row + jnp.arange(call.rows)
@@ -62,18 +58,12 @@ def _forward_kernel(query_ref, key_ref, value_ref, refs, out_ref, lse_ref, *, ca
     segments = load_segments(refs, row, call.num_queries)[:, None] if "segment_ids" in refs else None
     of_queries = query_bits(call, refs, 0, row)
 
-    def product(tile: jax.Array, *, masked: bool) -> jax.Array:
+    def step(tile: jax.Array, carry, *, masked: bool):
+        acc, maximum, total = carry
         index = tile * call.keys + jnp.arange(call.keys)
-        key = load_tile(key_ref, tile, index < limit if masked else None)
-        return call.dot(query, key, transpose_b=True)
-
-    def load_tile(ref, tile: jax.Array, inside: jax.Array | None) -> jax.Array:
-        return load_rows(ref, (layer, pl.ds(tile * call.keys, call.keys), slice(None)), call, inside)
-
-    def weigh(tile: jax.Array, scores: jax.Array, maximum: jax.Array, total: jax.Array, *, masked: bool):
-        """(weights, maximum, total, factor of what was summed before) after this tile's scores."""
-        index = tile * call.keys + jnp.arange(call.keys)
-        scores = capped(call, scores)
+        tile_rows = (layer, pl.ds(tile * call.keys, call.keys), slice(None))
+        key = load_rows(key_ref, tile_rows, call, index < limit if masked else None)
+        scores = capped(call, call.dot(query, key, transpose_b=True))
         if masked:
             key_segments = None
             if segments is not None:
@@ -89,40 +79,16 @@ def _forward_kernel(query_ref, key_ref, value_ref, refs, out_ref, lse_ref, *, ca
         if of_queries is not None:
             of_keys = key_bits(call, refs, 0, index)
             weights = dropped(call, weights, of_queries[:, None], of_keys[None, :])
-        return weights.astype(value_ref.dtype), new_maximum, total, correction[:, None]
-
-    def step(tile: jax.Array, carry, *, masked: bool):
-        acc, maximum, total = carry
-        weights, maximum, total, correction = weigh(tile, product(tile, masked=masked), maximum, total, masked=masked)
-        index = tile * call.keys + jnp.arange(call.keys)
-        value = load_tile(value_ref, tile, index < limit if masked else None)
-        return acc * correction + call.dot(weights, value), maximum, total
-
-    def step_ahead(tile: jax.Array, carry):
-        """Of this tile only the softmax: its product with the keys came before, that with the values comes after."""
-        acc, maximum, total, scores, weights = carry
-        acc = acc + call.dot(weights, load_tile(value_ref, jnp.maximum(tile - 1, 0), None))
-        next_scores = product(jnp.minimum(tile + 1, visit.full_end - 1), masked=False)
-        weights, maximum, total, correction = weigh(tile, scores, maximum, total, masked=False)
-        return acc * correction, maximum, total, next_scores, weights
+        value = load_rows(value_ref, tile_rows, call, index < limit if masked else None)
+        acc = acc * correction[:, None] + call.dot(weights.astype(value.dtype), value)
+        return acc, new_maximum, total
 
     carry = (
         jnp.zeros((call.rows, call.padded_head), jnp.float32),
         jnp.full((call.rows,), -jnp.inf, jnp.float32),
         jnp.zeros((call.rows,), jnp.float32),
     )
-    if ahead:
-        # Without a full tile the loop does not run, and what is computed around it counts nothing; its loads stay
-        # inside of the array.
-        first_tile = jnp.minimum(visit.full_first, call.num_keys // call.keys - 1)
-        none = jnp.zeros((call.rows, call.keys), value_ref.dtype)
-        carry = (*carry, product(first_tile, masked=False), none)
-        carry = jax.lax.fori_loop(visit.full_first, visit.full_end, step_ahead, carry)
-        acc, maximum, total, _, weights = carry
-        last_value = load_tile(value_ref, jnp.maximum(visit.full_end - 1, 0), None)
-        carry = (acc + call.dot(weights, last_value), maximum, total)
-    else:
-        carry = jax.lax.fori_loop(visit.full_first, visit.full_end, partial(step, masked=False), carry)
+    carry = jax.lax.fori_loop(visit.full_first, visit.full_end, partial(step, masked=False), carry)
     if needs_mask(call, refs):
         masked = partial(step, masked=True)
         carry = jax.lax.fori_loop(0, visit.num_masked, lambda i, carry: masked(visit.masked(i), carry), carry)
@@ -167,8 +133,6 @@ def forward_pallas(
     call = Call(options, num_queries, num_keys, head_dim, group, tiles.rows, tiles.keys, exact, interpret)
     section = head_sections(batch * num_heads, group, 2 * num_keys * head_dim * key.dtype.itemsize, tiles.shared_mib)
 
-    ahead = tiles.ahead and num_keys >= _AHEAD_TILES * tiles.keys
-
     def row_and_head(member, tile, section_index):
         del tile
         head = section_index * section + member
@@ -189,7 +153,7 @@ def forward_pallas(
     of_queries = pl.BlockSpec((None, call.rows, None, call.padded_head), query_block)
     of_keys = layered_key_spec(key, call, row_and_kv_head)
     out, lse = pl.pallas_call(
-        partial(_forward_kernel, call=call, ahead=ahead),
+        partial(_forward_kernel, call=call),
         out_shape=(
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct((batch, num_heads, num_queries), jnp.float32),
