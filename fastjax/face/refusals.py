@@ -36,24 +36,29 @@ GET_PEFT_MODEL: Fixed = {
 }
 
 _LENGTH_BUCKETS = "it changes the order of the rows, which here are put in buckets by length already; leave it out"
-_NO_BEST = "the last adapter is kept; look for the best step in metrics.jsonl"
-_PACKING = ((False, None), "packing is not in this release; leave it out")
 
 TRAINER: Fixed = {
-    "packing": _PACKING,
+    "packing": ((False, None), "say SFTConfig(packing=True)"),
     "data_collator": ((None,), "targets follow from SFTConfig(train_on=...); leave it out"),
     "peft_config": ((None,), "give the settings to FastLanguageModel.get_peft_model"),
     "compute_metrics": ((None,), "the evaluation gives the loss; leave it out"),
-    "callbacks": ((None, [], ()), "callbacks are not in this release; metrics.jsonl grows as the run goes on"),
+    "callbacks": (
+        (None, [], ()),
+        "callbacks are not in this release; metrics.jsonl grows as the run goes on, and "
+        "SFTConfig(early_stopping_patience=N, eval_steps=M) stops early",
+    ),
     "optimizers": (((None, None), None), "choose with SFTConfig(optim=..., lr_scheduler_type=...)"),
     "model_init": ((None,), "give the model itself"),
     "dataset_kwargs": ((None, {}, {"skip_prepare_dataset": False}), "rows are always tokenised here; leave it out"),
 }
 
 SFT_CONFIG: Fixed = {
-    "packing": _PACKING,
-    "eval_packing": _PACKING,
-    "padding_free": ((False, None), "it belongs to packing, which is not in this release; leave it out"),
+    "packing_strategy": (
+        ("bfd", "ffd", None),
+        "documents are packed first-fit, and none is cut in two but by long_rows='split'; leave it out",
+    ),
+    "padding_free": ((False, None), "packing=True pads next to nothing; leave it out"),
+    "greater_is_better": ((False, None), "the best eval_loss is the lowest; leave it out"),
     "fp16": (
         (False, None),
         "there is no loss scaling here, so float16 gradients underflow; every supported card has bfloat16, leave it "
@@ -63,8 +68,6 @@ SFT_CONFIG: Fixed = {
     "dataset_kwargs": TRAINER["dataset_kwargs"],
     "do_train": ((True, None), "call trainer.train() or not"),
     "group_by_length": ((False, None), _LENGTH_BUCKETS),
-    "load_best_model_at_end": ((False, None), _NO_BEST),
-    "metric_for_best_model": ((None,), _NO_BEST),
     "neftune_noise_alpha": ((None,), "NEFTune is not in this release; leave it out"),
     "label_smoothing_factor": ((0, None), "label smoothing is not in this release; leave it out"),
     "lr_scheduler_kwargs": ((None, {}), "the schedules have no further settings; leave it out"),
@@ -78,14 +81,13 @@ SFT_CONFIG: Fixed = {
     "fsdp": ((None, "", [], False), "spread the batch with mesh='data=N'"),
     "use_cpu": ((False, None), "set JAX_PLATFORMS=cpu before python starts"),
     "ignore_data_skip": ((False, None), "a resumed run goes on where it stopped; leave it out"),
-    "chat_template_path": ((None,), "set tokenizer.chat_template"),
 }
 
 # Arguments of SFTConfig and SFTTrainer that change no number of a run, whatever their value.
 CHANGE_NOTHING = frozenset({
     "average_tokens_across_devices", "bf16_full_eval", "dataloader_num_workers", "dataloader_persistent_workers",
-    "dataloader_pin_memory", "dataloader_prefetch_factor", "dataset_num_proc", "ddp_find_unused_parameters",
-    "disable_tqdm", "do_eval", "eval_accumulation_steps", "gradient_checkpointing_kwargs", "hub_token",
+    "dataloader_pin_memory", "dataloader_prefetch_factor", "ddp_find_unused_parameters",
+    "disable_tqdm", "do_eval", "eval_accumulation_steps", "eval_packing", "gradient_checkpointing_kwargs", "hub_token",
     "include_num_input_tokens_seen", "include_tokens_per_second", "log_level", "logging_dir", "logging_first_step",
     "logging_nan_inf_filter", "pad_to_multiple_of", "prediction_loss_only", "remove_unused_columns", "run_name",
     "save_safetensors", "skip_memory_metrics", "torch_compile", "torch_empty_cache_steps", "use_liger_kernel",

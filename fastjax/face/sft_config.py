@@ -10,7 +10,9 @@ from fastjax.settings import check, field_types, rule_of
 from fastjax.train.config import LORA_SETTINGS, QUANT_SETTINGS, TrainConfig
 
 # Settings of a run that the model and the data of a trainer bring with them.
-_BROUGHT = ("model", "data", "eval_data", "sample_prompt", "method", "dtype", *QUANT_SETTINGS, *LORA_SETTINGS)
+_BROUGHT = (
+    "model", "data", "eval_data", "sample_prompt", "inspect", "html", "method", "dtype", *QUANT_SETTINGS, *LORA_SETTINGS
+)  # fmt: skip
 
 _SAME_OPTIMIZER = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf")
 # Paging is about where the same state lies when memory runs out.
@@ -114,6 +116,8 @@ def _where(name: str) -> str:
         return "give the rows to SFTTrainer, as train_dataset and eval_dataset"
     if name in ("model", "dtype"):
         return "give it to FastLanguageModel.from_pretrained"
+    if name in ("inspect", "html"):
+        return "call trainer.inspect(num_rows, html=...)"
     if name == "sample_prompt":
         return "call model.generate before and after training"
     return "the adapters are set in FastLanguageModel.get_peft_model"
@@ -182,7 +186,13 @@ def _report_to(value: Any) -> dict[str, Any]:
     return {"report_to": "none" if value is None else value}
 
 
+def _metric_for_best_model(value: Any) -> dict[str, Any]:
+    return {} if value is None else {"metric_for_best_model": value}
+
+
 _TRANSLATED = {
+    "chat_template_path": lambda value: {"chat_template": value},
+    "metric_for_best_model": _metric_for_best_model,
     "max_length": _max_length,
     "max_steps": _max_steps,
     "optim": _optim,

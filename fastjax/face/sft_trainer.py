@@ -15,7 +15,6 @@ from fastjax.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from fastjax.face.train_output import TrainOutput
-    from fastjax.train.data import TokenisedDataset
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 
@@ -126,6 +125,18 @@ class SFTTrainer:
         perplexity = math.exp(result.loss) if result.loss < 700 else math.inf
         return {"eval_loss": result.loss, "perplexity": perplexity, "num_target_tokens": result.num_target_tokens}
 
+    def inspect(self, num_rows: int = 3, html: str | Path | None = None) -> None:
+        """Print rows as they will be trained, and what became of all rows; `html` writes a page instead."""
+        from fastjax.train.inspect_rows import Inspection, first_rows, print_inspection, write_inspection
+
+        shown = list(first_rows(self.train_rows, self.base.tokenizer, self.config, num_rows))
+        found = Inspection(shown, self.train_rows.report, None if self.eval_rows is None else self.eval_rows.report)
+        if html is None:
+            print_inspection(found)
+        else:
+            with in_python_words():
+                write_inspection(found, str(html))
+
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the adapter, or the whole model where there is none; into the run's folder if no other is named."""
         kind = "model" if self.model.lora is None else "adapter"
@@ -142,13 +153,12 @@ class SFTTrainer:
             self._load_rows(parts)
 
     def _load_rows(self, parts: tuple[str, str] | None = None) -> None:
-        from fastjax.train.parts import load_rows
+        from fastjax.train.rows import set_chat_template, training_rows
 
-        def load(source: Any) -> "TokenisedDataset":
-            return load_rows(source, self.config, self.base, text_parts=parts)
-
-        self.train_rows = load(self._train_source)
-        self.eval_rows = None if self._eval_source is None else load(self._eval_source)
+        set_chat_template(self.base, self.config)
+        self.train_rows, self.eval_rows = training_rows(
+            self._train_source, self._eval_source, self.config, self.base, parts
+        )
 
     def _config(self, max_seq_length: int | None, train: Rows, evaluation: Rows | None) -> TrainConfig:
         """The arguments as the settings of a run, with what the model brings."""
@@ -179,7 +189,7 @@ class SFTTrainer:
         )  # fmt: skip
 
     def _validate(self) -> None:
-        if "eval_steps" in self.args.each_epoch and self.config.eval_data is None:
+        if "eval_steps" in self.args.each_epoch and self.config.eval_data is None and not self.config.eval_fraction:
             raise UserError("eval_strategy='epoch' without eval_dataset; give the rows to evaluate on")
         self.config.validate()
 

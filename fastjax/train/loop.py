@@ -257,8 +257,8 @@ class _Run:
             self._save()
         if self.step < total:
             self.trainer.say(
-                f"stopped early after step {self.step} of {total}: {self.best.num_worse} evaluations in a row brought no "
-                f"lower eval_loss than {self.best.eval_loss:.4f}, that of step {self.best.step}"
+                f"stopped early after step {self.step} of {total}: {self.best.num_worse} evaluations in a row brought "
+                f"no lower eval_loss than {self.best.eval_loss:.4f}, that of step {self.best.step}"
             )
         self._load_best()
         self._plot()

@@ -1,7 +1,6 @@
 """The parts that commands put together: an opened base model, its tokenizer, rows, adapters."""
 
 import sys
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from fastjax.models.checkpoint.source import open_checkpoint
 from fastjax.models.checkpoint.tokenizer import load_tokenizer
 from fastjax.models.config import ModelConfig
 from fastjax.models.values import token_ids
-from fastjax.train.config import LORA_SETTINGS, QUANT_SETTINGS, RowConfig, TrainConfig, default_of
+from fastjax.train.config import LORA_SETTINGS, QUANT_SETTINGS, TrainConfig, default_of
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from fastjax.models.decoder import CausalLM
     from fastjax.models.lora import LoraConfig
     from fastjax.models.quant_config import QuantConfig
-    from fastjax.train.data import TokenisedDataset
+    from fastjax.train.data import Dataset
     from fastjax.train.evaluate import EvalResult
 
 
@@ -59,28 +58,7 @@ def adapter_folder(adapter: str) -> Path:
     raise UserError(f"adapter={adapter!r} has no adapter_config.json, so it is not an adapter folder")
 
 
-def load_rows(
-    source: str | Iterable[Mapping[str, Any]],
-    config: RowConfig,
-    base: Base,
-    text_parts: tuple[str, str] | None = None,
-) -> "TokenisedDataset":
-    """The rows of a file, hub id or list as the settings want them tokenised. Raises: UserError, see `load_dataset`."""
-    from fastjax.train.data import load_dataset
-
-    return load_dataset(
-        source,
-        base.tokenizer,
-        max_seq_length=config.max_seq_length,
-        train_on=config.train_on,
-        long_rows=config.long_rows,
-        vocab_size=base.config.vocab_size,
-        data_format=None if config.data_format == "auto" else config.data_format,
-        text_parts=text_parts,
-    )
-
-
-def evaluate_model(model: "CausalLM", rows: "TokenisedDataset", batch_size: int, mesh: "Mesh") -> "EvalResult":
+def evaluate_model(model: "CausalLM", rows: "Dataset", batch_size: int, mesh: "Mesh") -> "EvalResult":
     """The mean loss of a target token over all rows, adapters included and dropout off.
 
     Args:

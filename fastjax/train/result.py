@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from fastjax.train.best import Best
 from fastjax.train.evaluate import EvalResult
 
 
@@ -17,6 +18,7 @@ class TrainResult:
       log_history: the objects of metrics.jsonl, likewise.
       training_loss: mean loss of a target token over the steps of this call; None if there was no step.
       evaluation: the last evaluation of this call, if there was one.
+      best: the evaluation with the lowest loss, those before a resume included; None without evaluations.
       num_rows, num_target_tokens, num_tokens, seconds: of this call.
     """
 
@@ -26,6 +28,7 @@ class TrainResult:
     log_history: list[dict[str, Any]]
     training_loss: float | None = None
     evaluation: EvalResult | None = None
+    best: Best | None = None
     num_rows: int = 0
     num_target_tokens: int = 0
     num_tokens: int = 0

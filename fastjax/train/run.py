@@ -21,7 +21,8 @@ from fastjax.models.decoder import CausalLM
 from fastjax.models.lora import LoraConfig, apply_lora
 from fastjax.models.peft_io import load_adapter, save_adapter
 from fastjax.train.config import TrainConfig
-from fastjax.train.data import TokenisedDataset, prompt_ids
+from fastjax.train.data import Dataset, TrainingRows, prompt_ids
+from fastjax.train.data.sources import parse_sources
 from fastjax.train.loop import Trainer
 from fastjax.train.mesh import make_mesh
 from fastjax.train.metrics import check_writer
@@ -30,11 +31,11 @@ from fastjax.train.parts import (
     answer,
     base_quantization_of,
     check_targets,
-    load_rows,
     lora_settings,
     open_base,
 )
 from fastjax.train.result import TrainResult
+from fastjax.train.rows import set_chat_template, training_rows
 from fastjax.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class RunResult:
             "loss": training.loss,
             "training_loss": training.training_loss,
             "eval_loss": None if evaluation is None else evaluation.loss,
+            "best_step": None if training.best is None else training.best.step,
+            "best_eval_loss": None if training.best is None else training.best.eval_loss,
             "num_target_tokens": training.num_target_tokens,
             "num_tokens": training.num_tokens,
             "seconds": training.seconds,
@@ -118,11 +121,11 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = pri
     config, lora = lora_settings(config, given)
     if lora is not None:
         check_targets(lora, base.config, strict=config.adapter is None)
+    set_chat_template(base, config)
     if config.sample_prompt is not None:
         prompt_ids(base.tokenizer, config.sample_prompt, chat=bool(base.tokenizer.chat_template))
     quantization = base_quantization_of(config, base, given)
-    rows = load_rows(config.data, config, base)
-    eval_rows = None if config.eval_data is None else load_rows(config.eval_data, config, base)
+    rows, eval_rows = training_rows(config.data, config.eval_data, config, base)
     note_slow_dtype(config.dtype, given)
     model = load_model(base.checkpoint, config.dtype, mesh, quantization=quantization)
     if config.adapter is not None:
@@ -137,8 +140,8 @@ def train_model(
     base: Base,
     model: CausalLM,
     lora: LoraConfig | None,
-    rows: TokenisedDataset,
-    eval_rows: TokenisedDataset | None = None,
+    rows: TrainingRows,
+    eval_rows: Dataset | None = None,
     *,
     mesh: "Mesh | None" = None,
     say: Say = print,
@@ -200,8 +203,10 @@ def _check_sources(config: TrainConfig) -> None:
     if not config.overwrite_output_dir:
         return
     folder = Path(config.output_dir).resolve()
-    for name in ("model", "data", "adapter", "eval_data"):
-        value = getattr(config, name)
+    named = [(name, getattr(config, name)) for name in ("model", "adapter")]
+    for name in ("data", "eval_data"):
+        named += [(name, source.name) for source in parse_sources(getattr(config, name) or "-")]
+    for name, value in named:
         if value and Path(value).exists() and folder in (Path(value).resolve(), *Path(value).resolve().parents):
             raise UserError(
                 f"{name}={value!r} lies in output_dir={config.output_dir!r}, which overwrite_output_dir would delete; "

@@ -33,7 +33,7 @@ MANIFEST = "checkpoint.json"
 
 # Parts of a fingerprint whose values say nothing to a person.
 _CHECKSUMS = {
-    "data": "the tokenised rows are others: look at data, max_seq_length, train_on, long_rows, the tokenizer",
+    "data": "the tokenised rows are others: look at data, max_seq_length, train_on, long_rows, packing, the tokenizer",
     "base_weights": "the base model's weights are others",
 }
 
@@ -65,6 +65,8 @@ class CheckpointStore:
             raise UserError(f"save_total_limit={save_total_limit} must be 1 or more; leave it out to keep everything")
         self.folder = folder
         self.save_total_limit = save_total_limit
+        # The step that `save_total_limit` never removes.
+        self.best: int | None = None
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, ascending."""
@@ -106,7 +108,7 @@ class CheckpointStore:
             files.flush(temporary)
         if self.save_total_limit is not None:
             for step in self.steps()[: -self.save_total_limit]:
-                if step != state.step:
+                if step not in (state.step, self.best):
                     files.remove_folder(self.path(step))
         return final
 

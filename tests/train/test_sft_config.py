@@ -33,7 +33,10 @@ def test_own_names_and_defaults_are_those_of_the_command_line():
     [
         ({"learning_rat": 1e-4}, ["no argument 'learning_rat'", "did you mean learning_rate?"]),
         ({"deepspeed": "x.json"}, ["deepspeed='x.json' cannot be honoured"]),
-        ({"packing": True}, ["packing=True cannot be honoured"]),
+        ({"packing_strategy": "wrapped"}, ["packing_strategy='wrapped' cannot be honoured", "long_rows='split'"]),
+        ({"padding_free": True}, ["padding_free=True cannot be honoured", "packing=True"]),
+        ({"inspect": 3}, ["trainer.inspect"]),
+        ({"load_best_model_at_end": "yes"}, ["load_best_model_at_end='yes' is not true or false"]),
         ({"fp16": True}, ["fp16=True", "bfloat16"]),
         ({"optim": "sgd"}, ["optim='sgd' is not one of adamw"]),
         ({"eval_strategy": "best"}, ["eval_strategy='best'", "'epoch'"]),
@@ -63,10 +66,10 @@ def test_what_cannot_be_honoured_is_an_error_that_says_so(arguments, words):
 
 def test_all_that_is_wrong_is_one_error_with_a_line_each():
     with pytest.raises(UserError) as error:
-        SFTConfig(packing=True, optim="paged_lion_8bit", learning_rat=1, per_device_train_batch_size=0, fp16=True)
+        SFTConfig(padding_free=True, optim="paged_lion_8bit", learning_rat=1, per_device_train_batch_size=0, fp16=True)
     lines = str(error.value).splitlines()
     assert len(lines) == 5
-    for word in ("packing=True", "paged_lion_8bit", "learning_rat", "per_device_train_batch_size=0", "fp16=True"):
+    for word in ("padding_free=True", "paged_lion_8bit", "learning_rat", "per_device_train_batch_size=0", "fp16=True"):
         assert sum(word in line for line in lines) == 1
 
 

@@ -10,6 +10,9 @@ from fastjax.train.data.report import DataReport
 from fastjax.train.data.rows import FORMS
 from fastjax.train.data.tokenise import TRAIN_ON, prompt_ids
 
+# What a run trains on: a document a row, or several.
+TrainingRows = Dataset | PackedRows
+
 __all__ = [
     "FORMS",
     "LONG_ROWS",
@@ -20,6 +23,7 @@ __all__ = [
     "Dataset",
     "PackedRows",
     "TokenisedDataset",
+    "TrainingRows",
     "eval_batches",
     "hold_out",
     "load_dataset",

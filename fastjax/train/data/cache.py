@@ -27,8 +27,8 @@ _FORMAT = 1  # raised whenever equal keys would give other tokens
 
 
 def cache_folder(setting: str | None) -> Path | None:
-    """The folder of a `data_cache_dir`: None is $FASTJAX_CACHE or ~/.cache/fastjax, "none" is no folder."""
-    if setting is not None and setting.lower() == "none":
+    """The folder of a `data_cache_dir`: None is $FASTJAX_CACHE or ~/.cache/fastjax, "off" is no folder."""
+    if setting == "off":
         return None
     base = setting or os.environ.get("FASTJAX_CACHE")
     if base:

@@ -6,11 +6,13 @@ known before training, and a position in the data is a number of rows.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import SupportsIndex
 
 import numpy as np
 
 from fastjax.errors import UserError
+from fastjax.train.data.buckets import choose_widths
 from fastjax.train.data.dataset import Dataset
 from fastjax.train.data.tokenise import TokenRow
 
@@ -70,7 +72,9 @@ class PackedRows:
         by_row = np.argsort(rows, kind="stable")
         self._documents = order[by_row]
         self._offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=int(rows.max(initial=-1)) + 1))])
+        self.report = replace(dataset.report, num_packed_rows=len(self), packed_length=0)
         self.lengths = np.add.reduceat(lengths[self._documents], self._offsets[:-1])
+        self.report.packed_length = choose_widths(self.lengths, 1, 1)[-1]
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
