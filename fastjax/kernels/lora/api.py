@@ -89,7 +89,7 @@ def _check(x, weights, lora_as, lora_bs, scales) -> None:
 
 def _implementations(x: jax.Array, weights: tuple, interpret: bool) -> dict[str, str | None]:
     """Name -> why it cannot run here, or None; the faster first. x is [M, in]."""
-    joined = triton_reason(interpret)
+    fused = joined = triton_reason(interpret)
     if not all(isinstance(weight, QuantizedWeight) for weight in weights):
         fused = joined = "takes 4-bit weights only"
     else:

@@ -128,31 +128,35 @@ def _gradient_kernel(
         start, end = jnp.where(inside, num_columns, start), jnp.where(inside, num_columns + num_out, end)
         num_tiles, num_columns = num_tiles + pl.cdiv(num_out, tiles.columns), num_columns + num_out
     column = start + (tile - first_tile) * tiles.columns + jnp.arange(tiles.columns)
-    whole_columns = all(num_out % tiles.columns == 0 for num_out in outs)
-    column_inside = None if whole_columns else column < end
+    # Masks are left out where they would be true everywhere.
+    column_inside = None if all(num_out % tiles.columns == 0 for num_out in outs) else column < end
     whole_rows = num_rows % (tiles.rows * tiles.steps) == 0
     of_rank = jnp.arange(rank)
-
-    def load(ref, row, column, inside):
-        return plgpu.load(ref.at[row[:, None], column[None]], mask=inside, other=None if inside is None else 0.0)
-
-    lora_b = load(lora_b_ref, column, of_rank, None if whole_columns else column_inside[:, None])
+    lora_b = _load(lora_b_ref, column, of_rank, column_inside, None)
 
     def step(i, db):
         row = (part * tiles.steps + i) * tiles.rows + jnp.arange(tiles.rows)
-        row_inside = None if whole_rows else row[:, None] < num_rows
-        inside = row_inside if whole_columns else column_inside[None]
-        if not whole_rows and not whole_columns:
-            inside = inside & row_inside
-        dout = load(dout_ref, row, column, inside)
-        xa = load(xa_ref, row, index * rank + of_rank, row_inside)
+        row_inside = None if whole_rows else row < num_rows
+        dout = _load(dout_ref, row, column, row_inside, column_inside)
+        xa = _load(xa_ref, row, index * rank + of_rank, row_inside, None)
         t = jnp.dot(dout, lora_b, preferred_element_type=jnp.float32)
-        plgpu.store(t_ref.at[tile, row[:, None], of_rank[None]], t, mask=row_inside)
+        plgpu.store(t_ref.at[tile, row[:, None], of_rank[None]], t, mask=_mask(row_inside, None))
         return db + jnp.dot(dout.T, xa, preferred_element_type=jnp.float32)
 
     db = jax.lax.fori_loop(0, tiles.steps, step, jnp.zeros((tiles.columns, rank), jnp.float32))
-    mask = None if whole_columns else column_inside[:, None]
-    plgpu.store(db_ref.at[part, column[:, None], of_rank[None]], db, mask=mask)
+    plgpu.store(db_ref.at[part, column[:, None], of_rank[None]], db, mask=_mask(column_inside, None))
+
+
+def _mask(row_inside: jax.Array | None, column_inside: jax.Array | None) -> jax.Array | None:
+    rows = None if row_inside is None else row_inside[:, None]
+    columns = None if column_inside is None else column_inside[None]
+    return rows if columns is None else columns if rows is None else rows & columns
+
+
+def _load(ref, row: jax.Array, column: jax.Array, row_inside: jax.Array | None, column_inside: jax.Array | None):
+    """[rows, columns] of ref, zeros where a mask is False."""
+    mask = _mask(row_inside, column_inside)
+    return plgpu.load(ref.at[row[:, None], column[None]], mask=mask, other=None if mask is None else 0.0)
 
 
 def gradient_products(
