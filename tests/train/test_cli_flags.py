@@ -81,7 +81,7 @@ def test_lists_of_numbers_and_json_mappings():
         (["--ranks", '{"q_proj": "8"}'], ["--ranks=", "mapping"]),
         (["train.jsonl"], ["unexpected 'train.jsonl'"]),
         (["--load_in_8bit", "--count", "2"], ["--load_in_8bit is not in this release", "--method qlora"]),
-        (["--packing"], ["--packing is not in this release", "leave it out"]),
+        (["--memory_budget_gib=3"], ["--memory_budget_gib is not in this release", "--remat"]),
         (["--config", "missing.yaml"], ["missing.yaml", "No such file"]),
     ],
 )
@@ -106,7 +106,7 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
     ("text", "words"),
     [
         ("cuont: 3", ["unknown key 'cuont'", "did you mean count?"]),
-        ("packing: true", ["packing is not in this release"]),
+        ("memory_budget_gib: 3", ["memory_budget_gib is not in this release"]),
         ("count: three", ["count='three' is not a whole number"]),
         ("count: '3'", ["count='3' is not a whole number"]),
         ("count: 3.5", ["count=3.5 is not a whole number"]),

@@ -75,13 +75,13 @@ def test_all_that_is_wrong_is_one_error_with_a_line_each():
 
 def test_arguments_that_change_no_number_are_taken_and_told_once(capsys):
     config = SFTConfig(
-        output_dir="out", dataset_num_proc=2, dataloader_num_workers=4, dataloader_pin_memory=True, run_name="mine",
+        output_dir="out", eval_packing=True, dataloader_num_workers=4, dataloader_pin_memory=True, run_name="mine",
         remove_unused_columns=False, use_liger_kernel=True, gradient_checkpointing_kwargs={"use_reentrant": False},
         logging_dir="logs", logging_first_step=True, disable_tqdm=False, hub_token=None,
     )  # fmt: skip
     assert config.train_config == TrainConfig(output_dir="out")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("note: ") and "dataset_num_proc=2" in line and "hub_token" not in line
+    assert line.startswith("note: ") and "eval_packing=True" in line and "hub_token" not in line
     SFTConfig(output_dir="out", packing=False)
     assert capsys.readouterr().err == ""
 

@@ -48,8 +48,8 @@ def require_chat_template(tokenizer: "PreTrainedTokenizerBase", place: str) -> N
     if not has_chat_template(tokenizer):
         raise UserError(
             f"{place}: a chat, but the tokenizer has no chat template; use an instruction-tuned model's tokenizer, "
-            "name one with --chat_template (a file, chatml, llama-3, mistral, zephyr, alpaca), or write the rows as "
-            "prompt+completion"
+            "name one with --chat_template (chatml, llama-3, mistral, zephyr, alpaca, or a file), put a "
+            "chat_template.jinja into the model folder, or write the rows as prompt+completion"
         )
 
 
