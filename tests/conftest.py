@@ -16,6 +16,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="fastjax-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+# Tokenised data of tests go nowhere else.
+os.environ.setdefault("FASTJAX_CACHE", os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 from pathlib import Path
 from typing import Any
