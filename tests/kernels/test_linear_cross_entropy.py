@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fastjax.kernels.linear_cross_entropy import linear_cross_entropy
+from fastjax.kernels.linear_cross_entropy.chunked import Options, losses_and_gradient
 from fastjax.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
 
 
@@ -46,16 +47,44 @@ def test_loss_and_gradients_equal_float64(chunk_size):
     np.testing.assert_allclose(gradients[1], 3 * dweight, atol=2e-5)
 
 
-def test_softcap_equals_the_reference():
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"z_loss": 0.01}, {"softcap": 5.0, "z_loss": 0.1}])
+def test_softcap_and_z_loss_equal_the_reference(options):
     hidden, weight, targets, loss_weights = _inputs()
     ours = jax.value_and_grad(
-        lambda h, w: linear_cross_entropy(h, w, targets, loss_weights, softcap=2.0, train_weight=True, chunk_size=8),
+        lambda h, w: linear_cross_entropy(h, w, targets, loss_weights, train_weight=True, chunk_size=8, **options),
         (0, 1),
     )(hidden, weight)
     reference = jax.value_and_grad(
-        lambda h, w: linear_cross_entropy_reference(h, w, targets, loss_weights, softcap=2.0), (0, 1)
+        lambda h, w: linear_cross_entropy_reference(h, w, targets, loss_weights, **options), (0, 1)
     )(hidden, weight)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), ours, reference)
+
+
+@pytest.mark.parametrize("vocab", [64, 101, 5003])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "z_loss": 0.01}])
+def test_the_kernel_equals_plain_jnp(vocab, options, interpret):
+    hidden, weight, targets, loss_weights = _inputs(num_tokens=9, vocab=vocab)
+
+    def run(implementation):
+        return jax.value_and_grad(
+            lambda h, w: linear_cross_entropy(
+                h, w, targets, loss_weights, train_weight=True, chunk_size=4, implementation=implementation,
+                interpret=interpret, **options,
+            ),
+            (0, 1),
+        )(hidden, weight)  # fmt: skip
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), run("pallas_triton"), run("xla"))
+
+
+def test_the_kernel_survives_logits_of_minus_infinity_and_large_ones(interpret):
+    logits = jnp.full((2, 300), -jnp.inf).at[:, 7].set(1e4).at[1, 299].set(1e4)
+    options = Options(False, None, 0.0, 2, "pallas_triton", interpret)
+    losses, dlogits = losses_and_gradient(logits, jnp.asarray([7, 299]), jnp.ones(2), jnp.dtype(jnp.float32), options)
+    np.testing.assert_allclose(losses, [0, np.log(2)], atol=1e-3)
+    expected = np.zeros((2, 300))
+    expected[1, 7], expected[1, 299] = 0.5, -0.5
+    np.testing.assert_allclose(dlogits, expected, atol=1e-3)
 
 
 def test_a_frozen_head_gets_no_gradient():
@@ -117,3 +146,11 @@ def test_bad_input_is_named(shapes, options, words):
     hidden, weight, targets, loss_weights = (jnp.zeros(shape) for shape in shapes)
     with pytest.raises(ValueError, match=words):
         linear_cross_entropy(hidden, weight, targets.astype(int), loss_weights, **options)
+
+
+def test_an_implementation_that_cannot_run_here_says_why():
+    hidden, weight, targets, loss_weights = _inputs()
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
+        linear_cross_entropy(hidden, weight, targets, loss_weights, implementation="pallas_triton")
+    with pytest.raises(ValueError, match="known: xla, pallas_triton"):
+        linear_cross_entropy(hidden, weight, targets, loss_weights, implementation="reference")

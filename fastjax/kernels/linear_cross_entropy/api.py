@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fastjax.kernels.linear_cross_entropy.chunked import linear_cross_entropy_chunked
+from fastjax.kernels._dispatch import choose, triton_reason
+from fastjax.kernels.linear_cross_entropy.chunked import Options, linear_cross_entropy_chunked
 
 
 def linear_cross_entropy(
@@ -14,7 +15,10 @@ def linear_cross_entropy(
     *,
     train_weight: bool = False,
     softcap: float | None = None,
+    z_loss: float = 0.0,
     chunk_size: int | None = None,
+    implementation: str | None = None,
+    interpret: bool = False,
 ) -> Float[Array, ""]:
     """Summed cross-entropy of a linear head: sum_i loss_weights[i] * -log softmax(weight . hidden_i)[targets[i]].
 
@@ -28,9 +32,14 @@ def linear_cross_entropy(
       loss_weights: [N] float >= 0.
       train_weight: whether the gradient of `weight` is computed ([V, D] float32); if not, it is zero.
       softcap: c for logits c tanh(z / c); None means none.
+      z_loss: k for a further loss of k logsumexp(logits)^2 a token, under the same weights.
       chunk_size: tokens a chunk; None takes a quarter of N between 128 and 2048.
+      implementation: of the step from a chunk's logits to their gradient: "pallas_triton" reads them twice and writes
+        once; "xla" is plain jnp. None takes the first that can run here, a name is used or fails.
+      interpret: run the Pallas kernel in jax's interpreter, on any device.
     Returns: float32 scalar.
-    Raises: ValueError for shapes that do not fit or a chunk_size below 1.
+    Raises: ValueError for shapes that do not fit, a chunk_size below 1 or an unknown `implementation`;
+      NotImplementedError if `implementation` cannot run here.
     Source: chunked loss with the gradient in the forward: Liger Kernel (arXiv:2410.10989), section 3.2; the skipping
       of unweighted tokens is ours.
     """
@@ -47,7 +56,8 @@ def linear_cross_entropy(
         chunk_size = min(2048, max(128, num_tokens // 4))
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+    reasons = {"xla": None, "pallas_triton": triton_reason(interpret)}
+    implementation = choose("linear_cross_entropy", implementation, reasons)
+    options = Options(train_weight, softcap, z_loss, min(chunk_size, num_tokens), implementation, interpret)
     hidden, weight, targets, loss_weights = map(jnp.asarray, (hidden, weight, targets, loss_weights))
-    return linear_cross_entropy_chunked(
-        hidden, weight.astype(hidden.dtype), targets, loss_weights, train_weight, softcap, min(chunk_size, num_tokens)
-    )
+    return linear_cross_entropy_chunked(hidden, weight.astype(hidden.dtype), targets, loss_weights, options)

@@ -2,52 +2,110 @@
 
 With z_i = W h_i, m_i = loss_weights[i] and p_i = softmax(z_i):
 
-    loss  = sum_i m_i (logsumexp(z_i) - z_i[y_i])
-    dz_i  = m_i (p_i - onehot(y_i))          (softcap c: z = c tanh(u / c), du = dz (1 - (z / c)^2))
-    dh_i  = W^T dz_i                          dW = sum_i dz_i h_i^T
+    loss  = sum_i m_i (l_i - z_i[y_i] + k l_i^2)          l_i = logsumexp(z_i), k = z_loss
+    dz_i  = m_i ((1 + 2 k l_i) p_i - onehot(y_i))         (softcap c: z = c tanh(u / c), du = dz (1 - (z / c)^2))
+    dh_i  = W^T dz_i                                       dW = sum_i dz_i h_i^T
 
 Since the loss is a plain sum, the backward only multiplies what the forward wrote by the incoming scalar. Tokens
 with a weight are moved to the front first, so chunks without any cost nothing: with loss on responses only that is
 often most of the head's work. Logits of one chunk at a time exist, in float32.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from fastjax.kernels.linear_cross_entropy.pallas_triton import losses_and_gradient_pallas
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+
+@dataclass(frozen=True)
+class Options:
+    """What does not change with the numbers; the fields are those of `linear_cross_entropy`.
+
+    implementation: of the step from logits to gradient: "pallas_triton" or "xla".
+    """
+
+    train_weight: bool
+    softcap: float | None
+    z_loss: float
+    chunk_size: int
+    implementation: str
+    interpret: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def linear_cross_entropy_chunked(
     hidden: jax.Array,
     weight: jax.Array,
     targets: jax.Array,
     loss_weights: jax.Array,
-    train_weight: bool,
-    softcap: float | None,
-    chunk_size: int,
+    options: Options,
 ) -> jax.Array:
     """See `fastjax.kernels.linear_cross_entropy.linear_cross_entropy`."""
-    return _loop(hidden, weight, targets, loss_weights, False, False, softcap, chunk_size)[0]
+    return _loop(hidden, weight, targets, loss_weights, False, options)[0]
 
 
-def _forward(hidden, weight, targets, loss_weights, train_weight, softcap, chunk_size):
-    loss, dhidden, dweight = _loop(hidden, weight, targets, loss_weights, True, train_weight, softcap, chunk_size)
+def _forward(hidden, weight, targets, loss_weights, options):
+    loss, dhidden, dweight = _loop(hidden, weight, targets, loss_weights, True, options)
     # An empty array of weight's dtype: the backward has to return dW in it, and must not keep W alive for that.
     return loss, (dhidden, dweight, jnp.zeros((0,), weight.dtype), jnp.zeros((0,), hidden.dtype))
 
 
-def _backward(train_weight, softcap, chunk_size, residuals, dloss):
+def _backward(options, residuals, dloss):
     dhidden, dweight, weight_like, hidden_like = residuals
-    dweight = (dweight * dloss).astype(weight_like.dtype) if train_weight else None
+    dweight = (dweight * dloss).astype(weight_like.dtype) if options.train_weight else None
     return (dhidden * dloss).astype(hidden_like.dtype), dweight, None, None
 
 
 linear_cross_entropy_chunked.defvjp(_forward, _backward)
 
 
-def _loop(hidden, weight, targets, loss_weights, with_gradient, train_weight, softcap, chunk_size):
+def losses_and_gradient(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, dtype: jnp.dtype | None, options: Options
+) -> tuple[jax.Array, jax.Array | None]:
+    """The loss of each row, and the gradient of their weighted sum.
+
+    Args:
+      logits: [C, V] float32, before the cap.  targets: [C] int in [0, V).  weights: [C] float32.
+      dtype: of the gradient; None means that none is needed.
+    Returns: [C] float32, not weighted; [C, V].
+    """
+    if dtype is not None and options.implementation == "pallas_triton":
+        return losses_and_gradient_pallas(
+            logits,
+            targets,
+            weights,
+            dtype,
+            softcap=options.softcap,
+            z_loss=options.z_loss,
+            interpret=options.interpret,
+        )
+    softcap = options.softcap
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    maximum = jnp.max(logits, axis=-1, keepdims=True)
+    exponentials = jnp.exp(logits - maximum)
+    total = jnp.sum(exponentials, axis=-1, keepdims=True)
+    target_logits = jnp.take_along_axis(logits, targets[:, None], axis=-1)
+    log_sum = jnp.log(total) + maximum
+    losses = (log_sum - target_logits + options.z_loss * jnp.square(log_sum))[:, 0]
+    if dtype is None:
+        return losses, None
+    one_hot = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == targets[:, None]
+    dlogits = exponentials / total
+    if options.z_loss:
+        dlogits = dlogits * (1.0 + 2.0 * options.z_loss * log_sum)
+    dlogits = (dlogits - one_hot) * weights[:, None]
+    if softcap is not None:
+        dlogits = dlogits * (1.0 - jnp.square(logits / softcap))
+    return losses, dlogits.astype(dtype)
+
+
+def _loop(hidden, weight, targets, loss_weights, with_gradient, options):
     num_tokens, width = hidden.shape
+    chunk_size, train_weight = options.chunk_size, options.train_weight
     active = loss_weights > 0
     order = jnp.argsort(jnp.logical_not(active), stable=True)
     padding = -num_tokens % chunk_size
@@ -71,20 +129,11 @@ def _loop(hidden, weight, targets, loss_weights, with_gradient, train_weight, so
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        if softcap is not None:
-            logits = softcap * jnp.tanh(logits / softcap)
-        maximum = jnp.max(logits, axis=-1, keepdims=True)
-        exponentials = jnp.exp(logits - maximum)
-        total = jnp.sum(exponentials, axis=-1, keepdims=True)
-        target_logits = jnp.take_along_axis(logits, rows_targets[:, None], axis=-1)
-        losses = (jnp.log(total) + maximum - target_logits)[:, 0]
+        losses, dlogits = losses_and_gradient(
+            logits, rows_targets, rows_weights, hidden.dtype if with_gradient else None, options
+        )
         loss = loss + jnp.sum(losses * rows_weights)
-        if with_gradient:
-            one_hot = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == rows_targets[:, None]
-            dlogits = (exponentials / total - one_hot) * rows_weights[:, None]
-            if softcap is not None:
-                dlogits = dlogits * (1.0 - jnp.square(logits / softcap))
-            dlogits = dlogits.astype(hidden.dtype)
+        if dlogits is not None:
             rows_dhidden = jax.lax.dot_general(
                 dlogits, weight, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
             )

@@ -1,0 +1,37 @@
+"""The public function: input checks and choice of implementation."""
+
+from jaxtyping import Array, Float
+
+from fastjax.kernels._dispatch import choose, triton_reason
+from fastjax.kernels.swiglu.pallas_triton import swiglu_pallas
+from fastjax.kernels.swiglu.reference import swiglu_reference
+
+
+def swiglu(
+    gate: Float[Array, "*rows F"],
+    up: Float[Array, "*rows F"],
+    *,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> Float[Array, "*rows F"]:
+    """silu(gate) * up, computed in float32 and rounded once to gate's dtype.
+
+    The backward keeps gate and up, and computes the activation again.
+
+    Args:
+      gate, up: [..., F] float of one dtype.
+      implementation: "pallas_triton" takes one pass forward and one backward; "reference". None takes the first that
+        can run here, a name is used or fails.
+      interpret: run the Pallas kernels in jax's interpreter, on any device.
+    Returns: [..., F] in gate's dtype.
+    Raises: ValueError for shapes or dtypes that differ or an unknown `implementation`; NotImplementedError if
+      `implementation` cannot run here.
+    Source: arXiv:2002.05202.
+    """
+    if gate.ndim < 1 or (gate.shape, gate.dtype) != (up.shape, up.dtype):
+        raise ValueError(f"gate {gate.dtype} {gate.shape} and up {up.dtype} {up.shape} must be of one shape and dtype")
+    reasons = {"pallas_triton": triton_reason(interpret), "reference": None}
+    if choose("swiglu", implementation, reasons) == "reference":
+        return swiglu_reference(gate, up)
+    shape = (-1, gate.shape[-1])
+    return swiglu_pallas(gate.reshape(shape), up.reshape(shape), interpret).reshape(gate.shape)
