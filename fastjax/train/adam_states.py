@@ -17,6 +17,7 @@ from fastjax.kernels.quantized_state.reference import absmax_shape, zero_code
 
 # bitsandbytes' min_8bit_size: in a small tensor there is nothing to save, and norms are sensitive.
 MIN_8BIT_SIZE = 4096
+_LARGE = 2**26
 
 
 class BlockMoments(NamedTuple):
@@ -66,19 +67,22 @@ def scale_by_adam_8bit(
     def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None) -> Any:
         count = optax.safe_increment(state.count)
 
-        def leaf(path, gradient, m, m_absmax, v, v_absmax):
-            stacked = num_stacked(path)
-            if m_absmax is not None:
-                m = dequantize_state(m, m_absmax, signed=True, num_stacked=stacked)
-                v = dequantize_state(v, v_absmax, signed=False, num_stacked=stacked)
+        def one(stacked, gradient, m, m_absmax, v, v_absmax):
+            m = dequantize_state(m, m_absmax, signed=True, num_stacked=stacked)
+            v = dequantize_state(v, v_absmax, signed=False, num_stacked=stacked)
             m, v, step = _adam(gradient, m, v, count, b1, b2, eps)
+            m, m_absmax = quantize_state(m, signed=True, num_stacked=stacked)
+            return step, m, m_absmax, *quantize_state(v, signed=False, num_stacked=stacked)
+
+        def leaf(path, gradient, m, m_absmax, v, v_absmax):
             if m_absmax is None:
+                m, v, step = _adam(gradient, m, v, count, b1, b2, eps)
                 return step, m, None, v, None
-            return (
-                step,
-                *quantize_state(m, signed=True, num_stacked=stacked),
-                *quantize_state(v, signed=False, num_stacked=stacked),
-            )
+            operands = gradient, m, m_absmax, v, v_absmax
+            if num_stacked(path) and gradient.size >= _LARGE:
+                # The compiler keeps both float32 moments between the scales and the codes: those of one layer only.
+                return jax.lax.map(lambda layer: one(num_stacked(path) - 1, *layer), operands)
+            return one(num_stacked(path), *operands)
 
         step, m, m_absmax, v, v_absmax = _map_leaves(leaf, updates, *state.mu, *state.nu)
         return step, optax.ScaleByAdamState(count, BlockMoments(m, m_absmax), BlockMoments(v, v_absmax))

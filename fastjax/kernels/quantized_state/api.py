@@ -20,10 +20,9 @@ def quantize_state(
       num_stacked: how many leading dimensions only stack tensors; no block spans two of them.
     Returns: codes uint8 in values' shape; scales float32, in the order of the blocks (see `absmax_shape`).
     Raises: ValueError for values without any block, or num_stacked out of range.
-    Source: 8-bit optimizers via block-wise quantization (arXiv:2110.02861), sections 2 and 3. Nearest entry as in
-      bitsandbytes' Triton kernel, the lower of two equally near; its CPU library rounds through a table of 65536 even
-      steps, which has no place for entries below 1.5e-5, and its CUDA kernel makes a negative value that is nearest to
-      0 the smallest negative entry.
+    Source: 8-bit optimizers via block-wise quantization (arXiv:2110.02861), sections 2 and 3. Nearest entry, as in
+      bitsandbytes' Triton kernel; its CPU library rounds through a table of 65536 even steps, which has no place for
+      entries below 1.5e-5.
     """
     _check(values.shape, num_stacked)
     return quantize_reference(values, signed, num_stacked)
