@@ -90,8 +90,8 @@ def one_pass_over_input(num_extra: int, dtype: jnp.dtype) -> bool:
 def columns_are_cheaper(num_in: int, num_out: int) -> bool:
     """Whether [x | x . A] . [W | B]^T beats x . W^T + (x . A) . B^T.
 
-    The first copies x, 4 bytes a value and row of x, and multiplies 64 columns more; the second writes and reads the
-    adapter's product and reads and writes y, 8 bytes a value. On an H200 (4.3 TB/s, 687 TFLOP/s) they meet at
-    in = 1.8 out; see benchmarks/results/lora.md.
+    Beside the product x . A that both make, the first writes a copy of x, 2 bytes a value, and multiplies 64 columns
+    more; the second reads and writes y, 4 bytes a value. On an H200 (4.3 TB/s, 687 TFLOP/s) they meet at in = 1.6 out;
+    see benchmarks/results/lora.md.
     """
-    return num_in < 1.8 * num_out
+    return num_in < 1.6 * num_out
