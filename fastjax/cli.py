@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastjax.devices import choose_platform
-from fastjax.errors import DeviceMemoryError, FastjaxError, UserError
+from fastjax.errors import DeviceMemoryError, FastjaxError, UserError, is_out_of_memory
 from fastjax.settings import (
     build,
     check,
@@ -48,7 +48,7 @@ _LATER = {
     "load_in_8bit": "leave it out: --method qlora has the base in 4 bit, --method lora in 16",
     "memory_budget_gib": "choose what is recomputed with --remat; full takes least memory",
 }
-_FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+_FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 _BAD_PATH = (
     errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.ENOENT, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY,
     errno.EBUSY, errno.EXDEV, errno.ETXTBSY,
@@ -138,11 +138,12 @@ def as_known_error(error: BaseException) -> FastjaxError | None:
     """
     if isinstance(error, FastjaxError):
         return error
-    if type(error).__name__ in ("XlaRuntimeError", "JaxRuntimeError") and "RESOURCE_EXHAUSTED" in str(error):
+    if is_out_of_memory(error):
         first = str(error).strip().splitlines()[0]
         return DeviceMemoryError(
             f"out of device memory: {textwrap.shorten(first, 200)}\n"
-            "Make per_device_train_batch_size or max_seq_length smaller, or use remat=full"
+            "Read the model in 4 bit (load_in_4bit, method=qlora), make batches or max_seq_length smaller, or "
+            "use a GPU with more memory"
         )
     if isinstance(error, OSError) and error.errno in _FULL_OR_READ_ONLY:
         where = f" {error.filename}" if error.filename else ""

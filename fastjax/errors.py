@@ -22,6 +22,12 @@ class DeviceMemoryError(FastjaxError):
     exit_code = 3
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it is XLA's complaint that the accelerator's memory is full."""
+    kind = type(error).__name__
+    return kind in ("XlaRuntimeError", "JaxRuntimeError") and "RESOURCE_EXHAUSTED" in str(error)
+
+
 class NumericsError(FastjaxError):
     """Numbers went wrong during training: a loss or a gradient is NaN or infinite."""
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from fastjax.errors import UserError
 from fastjax.models.remat import parse_plan
-from fastjax.settings import check_all, setting
+from fastjax.settings import check_all, nearest, setting
 from fastjax.train.data.rows import parse_columns
 from fastjax.train.data.sources import parse_sources
 
@@ -18,6 +18,13 @@ _FLOAT16 = "there is no loss scaling here, so float16 gradients underflow, and e
 _INT32 = 2**31
 _MANY_ROWS = 2**20 + 1
 _FLOAT32_MAX, _FLOAT32_TINY = (2 - 2**-23) * 2.0**127, 2.0**-126
+
+# What a resumed run may change when it is told to. How it reports, saves, evaluates and recomputes, its devices where a
+# micro-batch stays the same, and its end may change in any case; model, adapter and data may not at all.
+OVERRIDABLE = (
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "weight_decay", "max_grad_norm",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "gradient_accumulation_steps", "mesh",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -96,7 +103,7 @@ class RowConfig:
 
         What to do with an earlier run is left out: it belongs to one start, and would delete that run at the next.
         """
-        starts = ("resume", "overwrite_output_dir", "inspect", "html")
+        starts = ("resume", "resume_override", "overwrite_output_dir", "inspect", "html")
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in starts}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -171,10 +178,17 @@ class TrainConfig(RowConfig):
         later={"auto": "name a policy: none, full, offload, attention or no_matmul"},
     )
 
+    nonfinite: Literal["stop", "skip"] = setting(
+        "stop", "on a loss or gradient that is not finite: stop (exit code 4), or skip the update and count it"
+    )
+
     logging_steps: int = setting(1, "log every N optimiser steps", minimum=1)
     save_steps: int = setting(500, "checkpoint every N optimiser steps (at the end in any case)", minimum=1)
     save_total_limit: int | None = setting(None, "keep at most this many checkpoints", minimum=1)
     resume: str = setting("never", "never, auto (the newest checkpoint of output_dir), or a checkpoint folder")
+    resume_override: tuple[str, ...] | None = setting(
+        None, f"settings in which a resumed run may differ from its checkpoint, of {', '.join(OVERRIDABLE)}"
+    )
     overwrite_output_dir: bool = setting(False, "delete the earlier run in output_dir and start anew")
     report_to: Literal["tensorboard", "wandb", "none"] = setting("tensorboard", "where else metrics go")
     sample_prompt: str | None = setting(None, "print the greedy answer to this before and after training")
@@ -190,6 +204,7 @@ class TrainConfig(RowConfig):
         self._validate_float32()
         self._validate_lora()
         self._validate_evaluation()
+        self._validate_override()
         if self.html is not None and self.inspect is None:
             raise UserError(f"html={self.html!r} without inspect; say with --inspect N how many rows the page shows")
         if self.resume != "never" and self.overwrite_output_dir:
@@ -221,6 +236,19 @@ class TrainConfig(RowConfig):
         if self.early_stopping_threshold and self.early_stopping_patience is None:
             raise UserError(
                 f"early_stopping_threshold={self.early_stopping_threshold} without early_stopping_patience; give both"
+            )
+
+    def _validate_override(self) -> None:
+        unknown = [name for name in self.resume_override or () if name not in OVERRIDABLE]
+        if unknown:
+            raise UserError(
+                f"resume_override={unknown[0]!r} is not a setting that a resumed run may change"
+                f"{nearest(unknown[0], OVERRIDABLE)}; these may: {', '.join(OVERRIDABLE)}"
+            )
+        if self.resume_override and self.resume == "never":
+            raise UserError(
+                f"resume_override={','.join(self.resume_override)} without resume; say what to go on from, with "
+                "resume=auto"
             )
 
     def _validate_schedule(self) -> None:

@@ -1,11 +1,16 @@
-"""What run folders need beside `models.checkpoint.files`: checksums, flushes, removal that is never half seen."""
+"""What run folders need beside `models.checkpoint.files`: checksums, flushes, room, removal that is never half seen."""
 
+import errno
+import hashlib
 import os
+import resource
 import shutil
-import zlib
 from pathlib import Path
 
 from fastjax.models.checkpoint.files import temporary_name
+
+# Orbax begins another data file from about here on.
+_LARGEST_FILE = 2 << 30
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -23,13 +28,24 @@ def flush(folder: Path) -> None:
             os.close(handle)
 
 
-def crc32(path: Path) -> int:
-    """The file's CRC-32, read in pieces of 4 MiB."""
-    value = 0
+def sha256(path: Path) -> str:
+    """The file's SHA-256 in hexadecimal, read in pieces."""
     with path.open("rb") as file:
-        while piece := file.read(1 << 22):
-            value = zlib.crc32(piece, value)
-    return value
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Whether the disk of an existing folder has room for so many bytes; nothing is written.
+
+    Raises: OSError with ENOSPC, or with EFBIG where this process may not write so large a file.
+    """
+    disk = os.statvfs(folder)
+    # A file system that does not count its blocks says that it has none.
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < num_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if largest != resource.RLIM_INFINITY and largest < min(num_bytes, _LARGEST_FILE):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(folder))
 
 
 def remove_folder(path: Path) -> None:

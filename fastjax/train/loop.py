@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from fastjax.errors import Interrupted, NumericsError, UserError
+from fastjax.errors import DeviceMemoryError, Interrupted, NumericsError, UserError, is_out_of_memory
 from fastjax.models.decoder import CausalLM
 from fastjax.models.lora import LoraConfig, split_trainable
 from fastjax.models.remat import parse_plan
@@ -21,7 +21,9 @@ from fastjax.train.config import TrainConfig
 from fastjax.train.data import Batches, Dataset, TrainingRows, eval_batches, steps_per_epoch, train_batches
 from fastjax.train.evaluate import EvalResult, evaluate
 from fastjax.train.feed import Feed
+from fastjax.train.health import Health
 from fastjax.train.interrupts import StopSignals
+from fastjax.train.memory import out_of_memory
 from fastjax.train.mesh import make_mesh, num_batch_shards, put_batch, replicated
 from fastjax.train.metrics import Interval, MetricsFile, check_writer, make_writer, plot_loss, read_metrics
 from fastjax.train.optim import make_optimizer
@@ -30,7 +32,7 @@ from fastjax.train.result import TrainResult
 from fastjax.train.resume import fingerprint, horizon, horizon_note
 from fastjax.train.run_folder import RunFolder
 from fastjax.train.schedule import make_schedule, num_warmup_steps, total_optimizer_steps
-from fastjax.train.state import CheckpointStore, TrainState, restore
+from fastjax.train.state import CheckpointStore, TrainState, num_bytes, restore
 from fastjax.train.step import make_eval_step, make_train_step
 
 
@@ -140,8 +142,12 @@ class Trainer:
             batches.set_state(state.position["data"])
         if self.start is not None:
             self.start(self.model)
+        if not config.overwrite_output_dir:
+            self.folder.check_room(num_bytes(state))
         # Everything that can be refused has been; from here on the folder changes.
         self.folder.start(config.to_dict(), keep=checkpoint is not None)
+        if config.overwrite_output_dir:
+            self.folder.check_room(num_bytes(state))
         self.store.discard_after(state.step)
         run = _Run(self, graphdef, frozen, state, batches)
         try:
@@ -150,6 +156,15 @@ class Trainer:
                 if self.finish is not None:
                     nnx.update(self.model, run.trainable)
                     self.finish(self.model, self.folder)
+                    self.folder.mark_result(self.store.path(result.step))
+        except Exception as error:
+            self._wait_for_checkpoint()
+            if is_out_of_memory(error):
+                raise DeviceMemoryError(out_of_memory(error, self.config)) from error
+            raise
+        except BaseException:
+            self.store.abandon()
+            raise
         finally:
             run.close()
             nnx.update(self.model, run.trainable)
@@ -163,7 +178,14 @@ class Trainer:
         if self.eval_rows is not None and not _is_evaluated(read_metrics(self.folder.metrics), step):
             return False
         # A result of fewer steps may lie there, if a run with more was killed before it wrote its own.
-        return self.finish is None or self.folder.has_result(self.config.method, since=checkpoint)
+        return self.finish is None or self.folder.has_result(self.config.method, of=checkpoint)
+
+    def _wait_for_checkpoint(self) -> None:
+        """What was on its way when the run failed becomes whole; its own failure is told beside that one."""
+        try:
+            self.store.wait()
+        except OSError as error:
+            self.say(f"the checkpoint on its way when the run stopped was lost as well: {error}")
 
     def best_of(self, lines: list[dict[str, Any]]) -> Best:
         """The best evaluation among the lines of metrics.jsonl."""
@@ -189,7 +211,8 @@ class Trainer:
             return TrainState(trainable, opt_state, rng, 0, {})
         shapes = jax.eval_shape(self.optimizer.init, trainable)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), shapes)
-        state = restore(checkpoint, TrainState(trainable, shapes, rng, 0, {}), self.fingerprint)
+        template = TrainState(trainable, shapes, rng, 0, {})
+        state = restore(checkpoint, template, self.fingerprint, self.config.resume_override or ())
         if state.step > self.total_steps:
             raise UserError(
                 f"{checkpoint} is at step {state.step}, and this run ends at {self.total_steps}; "
@@ -207,13 +230,20 @@ class _Run:
         self.frozen, self.trainable, self.opt_state = frozen, state.trainable, state.opt_state
         self.rng, self.step, self.first_step = state.rng, state.step, state.step
         self.interval = Interval(**state.position.get("interval", {}))
+        self.health = Health(self.config.nonfinite, state.position.get("health"))
         self.saved_at = state.step if state.position else None
         self.evaluation: EvalResult | None = None
         self.num_target_tokens = self.num_tokens = 0
         self.loss_sum = 0.0
         # Steps that the device may still be at: (step, their metrics there).
         self.pending: deque[tuple[int, Any]] = deque()
-        self.train_step = make_train_step(graphdef, trainer.optimizer, mesh=self.mesh, remat=self.config.remat)
+        self.train_step = make_train_step(
+            graphdef,
+            trainer.optimizer,
+            mesh=self.mesh,
+            remat=self.config.remat,
+            skip_nonfinite=self.config.nonfinite == "skip",
+        )
         self.eval_step = make_eval_step(graphdef, mesh=self.mesh)
         folder = trainer.folder
         self.writer = make_writer(self.config.report_to, folder.tensorboard, self.config.to_dict(), step=self.step)
@@ -241,20 +271,25 @@ class _Run:
             # One step behind, so that the device never waits for the host to read and write numbers.
             if (self.step - 1) % every == 0:
                 self._settle(until=self.step - 1)
+            # A checkpoint that failed while the steps went on ends the run here.
+            self.trainer.store.check()
             self._evaluate_if_due(stop)
             if self.step % self.config.save_steps == 0 or self.step == total:
                 self._save()
         self._settle()
         if stop and (self._has_steps_left() or self._owes_evaluation()):
             self._save()
+            self.trainer.store.wait()
             assert stop.number is not None, "stopped by no signal"
             raise Interrupted(
                 f"stopped by {stop.name} after step {self.step} of {total}; state saved in "
                 f"{self.trainer.store.path(self.step)}\nGo on with the same command and --resume auto",
                 stop.number,
             )
-        if self.saved_at != self.step:
-            self._save()
+        self._save()
+        if (summary := self.health.summary()) is not None:
+            self.trainer.say(summary)
+        self.trainer.store.wait()
         if self.step < total:
             self.trainer.say(
                 f"stopped early after step {self.step} of {total}: {self.best.num_worse} evaluations in a row brought "
@@ -291,12 +326,15 @@ class _Run:
         while self.pending and (until is None or self.pending[0][0] <= until):
             step, on_device = self.pending.popleft()
             metrics = jax.device_get(on_device)
-            if not metrics["finite"]:
-                loss = metrics["loss_sum"] / max(int(metrics["num_target_tokens"]), 1)
-                self._numbers_went_wrong(step, f"loss {loss}, gradient norm {metrics['grad_norm']}")
+            finding = self.health.look(metrics)
+            if finding is not None and finding.fatal:
+                self._numbers_went_wrong(step, finding.text)
+            if finding is not None:
+                self.progress.note(f"step {step}: {finding.text}")
             self.interval.add(metrics)
-            self.loss_sum += float(metrics["loss_sum"])
-            self.num_target_tokens += int(metrics["num_target_tokens"])
+            if metrics["finite"]:
+                self.loss_sum += float(metrics["loss_sum"])
+                self.num_target_tokens += int(metrics["num_target_tokens"])
             self.num_tokens += int(metrics["num_tokens"])
             if step % self.config.logging_steps == 0 or step == self.trainer.total_steps:
                 now = time.perf_counter()
@@ -349,7 +387,8 @@ class _Run:
         if not self.config.load_best_model_at_end or step is None or step == self.step:
             return
         here = TrainState(self.trainable, self.opt_state, self.rng, self.step, {})
-        self.trainable = restore(trainer.store.path(step), here, trainer.fingerprint).trainable
+        override = self.config.resume_override or ()
+        self.trainable = restore(trainer.store.path(step), here, trainer.fingerprint, override).trainable
         trainer.say(f"the weights are those of step {step}, whose eval_loss {self.best.eval_loss:.4f} is the lowest")
 
     def _owes_evaluation(self) -> bool:
@@ -367,9 +406,11 @@ class _Run:
             "data": self.feed.get_state(),
             "interval": self.interval.to_dict(),
             "horizon": self.trainer.horizon,
+            "health": self.health.to_dict(),
         }
         state = TrainState(self.trainable, self.opt_state, self.rng, self.step, position)
-        self.trainer.store.save(state, self.trainer.fingerprint)
+        self.log.flush()
+        self.trainer.store.begin(state, self.trainer.fingerprint)
         self.saved_at = self.step
         self.since += time.perf_counter() - begin
 
@@ -385,6 +426,7 @@ class _Run:
             print(f"no {self.trainer.folder.loss_plot.name}: {error}", file=sys.stderr)
 
     def _numbers_went_wrong(self, step: int, what: str) -> NoReturn:
+        self.trainer._wait_for_checkpoint()
         path, _ = self.trainer.store.newest()
         last = f"the last good checkpoint is {path}" if path else "none was saved yet"
         raise NumericsError(

@@ -1,8 +1,10 @@
 """What a run says about itself: sums over an interval, metrics.jsonl, TensorBoard or Weights & Biases, loss.png."""
 
+import errno
 import importlib.util
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,36 +23,47 @@ Line = dict[str, Any]
 class Interval:
     """Sums over the steps since the last logged line.
 
-    Attributes: seconds: their wall time; evaluation and saving excluded.
+    Attributes:
+      num_skipped: steps of these whose update was skipped; their loss counts nowhere.
+      seconds: their wall time; evaluation and saving excluded.
     """
 
     loss_sum: float = 0.0
     num_target_tokens: int = 0
     num_tokens: int = 0
     num_steps: int = 0
+    num_skipped: int = 0
     seconds: float = 0.0
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Adds one step's metrics, as fetched from the device."""
-        self.loss_sum += float(metrics["loss_sum"])
-        self.num_target_tokens += int(metrics["num_target_tokens"])
+        if metrics["finite"]:
+            self.loss_sum += float(metrics["loss_sum"])
+            self.num_target_tokens += int(metrics["num_target_tokens"])
+        else:
+            self.num_skipped += 1
         self.num_tokens += int(metrics["num_tokens"])
         self.num_steps += 1
 
     def line(self, *, step: int, epoch: float, grad_norm: float, learning_rate: float) -> Line:
-        """The interval as an object of metrics.jsonl; loss is the mean over its target tokens, None without any."""
+        """The interval as an object of metrics.jsonl; loss is the mean over its target tokens, None without any.
+
+        num_skipped is there only if a step was skipped; a grad_norm that is not finite is None.
+        """
         loss = self.loss_sum / self.num_target_tokens if self.num_target_tokens else None
+        skipped = {"num_skipped": self.num_skipped} if self.num_skipped else {}
         return {
             "step": step,
             "epoch": epoch,
             "loss": loss,
-            "grad_norm": grad_norm,
+            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
             "learning_rate": learning_rate,
             "num_target_tokens": self.num_target_tokens,
             "num_tokens": self.num_tokens,
             "tokens_per_second": self.num_tokens / max(self.seconds, 1e-9),
             "step_time_s": self.seconds / max(self.num_steps, 1),
             "peak_memory_bytes": peak_memory_bytes(),
+            **skipped,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,13 +87,24 @@ class MetricsFile:
         with replace_file(path) as file:
             for line in self.lines:
                 file.write((json.dumps(line) + "\n").encode())
-        self._file = path.open("a", encoding="utf-8")
+        # Unbuffered: what a full disk refuses is not tried again when the file is closed.
+        self._file, self._path = path.open("ab", buffering=0), path
 
     def write(self, line: Line) -> None:
-        """Appends one line."""
+        """Appends one line, or none of it. Raises: OSError with the file's name."""
         self.lines.append(line)
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        text, before = (json.dumps(line, allow_nan=False) + "\n").encode(), os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), before)
+            error.filename = str(self._path)
+            raise
+
+    def flush(self) -> None:
+        """Puts the lines so far on the disk: a checkpoint of their step must not get there before them."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """No line can be written after this."""

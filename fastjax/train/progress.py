@@ -45,6 +45,10 @@ class Progress:
     def evaluated(self, line: dict[str, Any]) -> None:
         """Shows an evaluation's line of metrics.jsonl."""
         text = f"step {line['step']}/{self._total} eval_loss {line['eval_loss']:.4f}"
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        """Shows a line of its own."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:

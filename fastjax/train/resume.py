@@ -1,6 +1,8 @@
 """What a resumed run must share with the one it goes on from, and what it may change."""
 
+import json
 import zlib
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 from fastjax.models.decoder import CausalLM
 from fastjax.models.layers import TrainedParam
 from fastjax.models.lora import LoraConfig
-from fastjax.train.config import TrainConfig
+from fastjax.train.config import OVERRIDABLE, TrainConfig
 from fastjax.train.data import TokenisedDataset
 
 # Settings that change the numbers and that no other part of the fingerprint follows. The number of steps is left out:
@@ -19,6 +21,13 @@ _NUMERICS = (
     "dtype", "method", "seed", "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "warmup_steps",
     "warmup_ratio", "weight_decay", "max_grad_norm", "optim", "adam_beta1", "adam_beta2", "adam_epsilon",
 )  # fmt: skip
+_MICRO_BATCH = "per_device_train_batch_size x devices"
+
+# Parts of a fingerprint whose values say nothing to a person.
+_CHECKSUMS = {
+    "data": "the tokenised rows are others: look at data, max_seq_length, train_on, long_rows, packing, the tokenizer",
+    "base_weights": "the base model's weights are others",
+}
 
 
 def fingerprint(
@@ -37,8 +46,43 @@ def fingerprint(
         "base_weights": None if config.method == "full" else _frozen_sample(model),
         "adapter": adapter,
         "data": rows.fingerprint,
-        "per_device_train_batch_size x devices": batch_size,
+        _MICRO_BATCH: batch_size,
     }
+
+
+def differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "", without: Collection[str] = ()
+) -> list[str]:
+    """One line for each setting that two fingerprints do not share, nested ones under dotted names.
+
+    Args: without: names of `config.OVERRIDABLE` that are passed over.
+    """
+    found = []
+    saved, now = json.loads(json.dumps(saved)), json.loads(json.dumps(now))
+    for key in sorted(saved.keys() | now.keys()):
+        old, new = saved.get(key), now.get(key)
+        if old == new or (not prefix and _flag_of(key) in without):
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif key in _CHECKSUMS:
+            found.append(f"{_CHECKSUMS[key]} (checksum {old} then, {new} now)")
+        else:
+            found.append(f"{prefix}{key} was {old!r} and is now {new!r}")
+    return found
+
+
+def override_hint(saved: Mapping[str, Any], now: Mapping[str, Any], override: Collection[str]) -> str:
+    """How to go on all the same, where every difference is one that may be overridden; else ""."""
+    keys = {_flag_of(key): saved.get(key) != now.get(key) for key in saved.keys() | now.keys()}
+    names = [name for name in OVERRIDABLE if keys.get(name)]
+    if differences(saved, now, without=names):
+        return ""
+    return f", or allow what differs with --resume_override {','.join(sorted({*override, *names}))}"
+
+
+def _flag_of(key: str) -> str:
+    return "mesh" if key == _MICRO_BATCH else key
 
 
 def horizon(total_steps: int, warmup_steps: int) -> dict[str, int]:

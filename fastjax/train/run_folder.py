@@ -9,13 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from fastjax.errors import UserError
-from fastjax.models.checkpoint.files import OUR_FILES, check_folder, is_leftover, remove_leftovers, replace_file
-from fastjax.train.files import remove_folder
+from fastjax.models.checkpoint.files import (
+    OUR_FILES,
+    check_folder,
+    is_leftover,
+    remove_leftovers,
+    replace_file,
+    write_json,
+)
+from fastjax.train.files import check_room
+from fastjax.train.manifest import MANIFEST
 from fastjax.train.run_lock import LOCK, check_not_locked, locked
-from fastjax.train.state import MANIFEST, CheckpointStore
+from fastjax.train.state import CheckpointStore
 
 # The first line of config.yaml: only a folder that bears it is ever overwritten.
 _MARK = "# A fastjax run; `--config` takes this file."
+
+# In the checkpoint whose result was saved.
+_HAS_RESULT = "result.json"
 
 # What TensorBoard and Weights & Biases leave in the folder that they are given.
 _EVENTS = ("events.out.tfevents.*", "wandb")
@@ -81,6 +92,17 @@ class RunFolder:
                 "give that run's folder, or an empty one"
             )
 
+    def check_room(self, num_bytes: int) -> None:
+        """Raises: UserError if the folder's disk has no room for a checkpoint of so many bytes."""
+        place = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        try:
+            check_room(place, num_bytes)
+        except OSError as error:
+            raise UserError(
+                f"output_dir={str(self.path)!r}: a checkpoint of this run takes {num_bytes / 2**20:.1f} MiB, and "
+                f"{place} has no room for it ({error.strerror}); free some space, or give a folder on another disk"
+            ) from None
+
     def find_checkpoint(self, resume: str) -> tuple[Path | None, list[str]]:
         """The checkpoint to go on from, if any, and a word about each damaged newer one.
 
@@ -109,10 +131,19 @@ class RunFolder:
         with replace_file(self.config) as file:
             file.write(f"{_MARK}\n{text}".encode())
 
-    def has_result(self, method: str, since: Path) -> bool:
-        """Whether the adapter, or the model of method=full, was written whole after the checkpoint `since`."""
+    def has_result(self, method: str, of: Path) -> bool:
+        """Whether the adapter, or the model of method=full, of the checkpoint `of` was written whole."""
         written = self.model / "config.json" if method == "full" else self.adapter / "adapter_config.json"
-        return written.is_file() and written.stat().st_mtime_ns >= (since / MANIFEST).stat().st_mtime_ns
+        return written.is_file() and (of / _HAS_RESULT).is_file()
+
+    def mark_result(self, of: Path) -> None:
+        """Notes in the checkpoint `of`, and in no other, that the result of its steps is whole.
+
+        Times of files would not tell: a clock may jump.
+        """
+        for mark in self.checkpoints.glob(f"*/{_HAS_RESULT}"):
+            mark.unlink(missing_ok=True)
+        write_json(of / _HAS_RESULT, {"step": int(of.name)})
 
     def is_empty(self) -> bool:
         """Whether the folder is absent or holds nothing."""
@@ -133,9 +164,7 @@ class RunFolder:
     def _remove_run(self) -> None:
         for path in (self.metrics, self.loss_plot):
             path.unlink(missing_ok=True)
-        store = CheckpointStore(self.checkpoints)
-        for step in store.steps():
-            remove_folder(store.path(step))
+        CheckpointStore(self.checkpoints).clear()
         for folder, ours in ((self.tensorboard, _EVENTS), (self.adapter, OUR_FILES), (self.model, OUR_FILES)):
             for path in [path for pattern in ours for path in folder.glob(pattern)]:
                 if path.is_dir() and not path.is_symlink():

@@ -1,6 +1,7 @@
 """The training step and the evaluation step: pure functions, jitted."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,12 @@ EvalStep = Callable[..., Metrics]
 
 
 def make_train_step(
-    graphdef: Any, optimizer: optax.GradientTransformation, *, mesh: Mesh, remat: str | RematPlan = "none"
+    graphdef: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    remat: str | RematPlan = "none",
+    skip_nonfinite: bool = False,
 ) -> TrainStep:
     """The jitted function (trainable, opt_state, frozen, batch, rng) -> (trainable, opt_state, metrics).
 
@@ -34,6 +40,9 @@ def make_train_step(
     Metrics stay on the device: loss_sum float32, num_target_tokens and num_tokens int32, grad_norm float32 (before
     clipping, of the trainable leaves), finite bool (false if the loss, a gradient or an updated leaf is NaN or
     infinite).
+
+    Args: skip_nonfinite: where `finite` is false the weights and moments stay as they were. The step still counts, so
+      that the next one has its own learning rate and dropout bits.
     """
 
     def micro_loss(
@@ -70,14 +79,23 @@ def make_train_step(
         count = jnp.maximum(metrics["num_target_tokens"], 1)
         gradients = jax.tree.map(lambda g: g / count, gradients)
         grad_norm = optax.tree.norm(gradients)
+        opt_state_before = opt_state
         updates, opt_state = optimizer.update(gradients, opt_state, trainable)
         updated = optax.apply_updates(trainable, updates)
         finite = jnp.isfinite(metrics["loss_sum"]) & jnp.isfinite(grad_norm)
         for leaf in jax.tree.leaves(updated):
             finite &= jnp.all(jnp.isfinite(leaf))
+        if skip_nonfinite:
+            updated = jax.tree.map(partial(jnp.where, finite), updated, trainable)
+            opt_state = jax.tree.map(partial(_unless_skipped, finite), opt_state, opt_state_before)
         return updated, opt_state, {**metrics, "grad_norm": grad_norm, "finite": finite}
 
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=replicated(mesh))
+
+
+def _unless_skipped(finite: jax.Array, after: jax.Array, before: jax.Array) -> jax.Array:
+    is_count = after.ndim == 0 and jnp.issubdtype(after.dtype, jnp.integer)
+    return after if is_count else jnp.where(finite, after, before)
 
 
 def make_eval_step(graphdef: Any, *, mesh: Mesh) -> EvalStep:

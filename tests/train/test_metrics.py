@@ -13,8 +13,8 @@ from fastjax.train.metrics import Interval, MetricsFile, check_writer, make_writ
 
 def test_an_interval_weighs_steps_by_their_targets():
     interval = Interval()
-    interval.add({"loss_sum": 8.0, "num_target_tokens": 8, "num_tokens": 10})
-    interval.add({"loss_sum": 10.0, "num_target_tokens": 2, "num_tokens": 5})
+    interval.add({"finite": True, "loss_sum": 8.0, "num_target_tokens": 8, "num_tokens": 10})
+    interval.add({"finite": True, "loss_sum": 10.0, "num_target_tokens": 2, "num_tokens": 5})
     interval.seconds = 3.0
     line = interval.line(step=2, epoch=0.5, grad_norm=1.0, learning_rate=1e-3)
     assert (line["loss"], line["num_target_tokens"], line["tokens_per_second"], line["step_time_s"]) == (

@@ -1,12 +1,10 @@
 """Whose folder it is, and what of an earlier run stays."""
 
-import json
-
 import pytest
 
 from fastjax.errors import UserError
+from fastjax.train.manifest import write_manifest
 from fastjax.train.run_folder import RunFolder
-from fastjax.train.state import MANIFEST, _crc_of
 
 
 @pytest.fixture
@@ -15,8 +13,7 @@ def used(tmp_path):
     folder.start({"seed": 1}, keep=False)
     folder.metrics.write_text('{"step": 1}\n')
     (folder.checkpoints / "5").mkdir(parents=True)
-    manifest = {"step": 5, "files": {}}
-    (folder.checkpoints / "5" / MANIFEST).write_text(json.dumps({**manifest, "crc": _crc_of(manifest)}))
+    write_manifest(folder.checkpoints / "5", {"step": 5})
     return folder
 
 

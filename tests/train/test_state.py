@@ -200,7 +200,7 @@ def test_a_failed_save_is_an_error_and_leaves_the_older_ones(tmp_path, monkeypat
     def full_disk(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "crc32", full_disk)
+    monkeypatch.setattr(files, "sha256", full_disk)
     with pytest.raises(OSError, match="No space left"):
         store.save(TrainState(**{**vars(fresh()), "step": 7}), FINGERPRINT)
     assert [p.name for p in tmp_path.iterdir()] == ["0"]

@@ -1,0 +1,129 @@
+"""One checkpoint on its way to the disk, in a thread of its own while the next steps run."""
+
+import errno
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fastjax.models.checkpoint.files import replace_folder
+from fastjax.train import files
+from fastjax.train.manifest import MANIFEST, write_manifest
+
+ARRAYS = "arrays"
+
+
+class Abandoned(Exception):
+    """Nobody waits for this save any more: it leaves nothing behind."""
+
+
+class Saving:
+    """Writes `final`/arrays through Orbax's AsyncCheckpointer, then its manifest, and gives the folder its name.
+
+    When the constructor returns, the arrays are copied: the next step may be given their buffers.
+
+    Raises: OSError, from the constructor or later from `check` and `wait`; then nothing of the folder is left.
+    """
+
+    def __init__(
+        self,
+        final: Path,
+        arrays: Mapping[str, jax.Array],
+        contents: Mapping[str, Any],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Args: contents: of the manifest. then: called in the thread once the folder has its name."""
+        self.final, self._arrays, self._contents, self._then = final, _detached(arrays), contents, then
+        self._copied, self._abandoned = threading.Event(), threading.Event()
+        self._failure: BaseException | None = None
+        # A daemon: a process that is told to end at once does not wait for the rest of a checkpoint.
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+        self._copied.wait()
+        if self._failure is not None:
+            self.wait()
+
+    def check(self) -> bool:
+        """Whether the save has ended. Raises: OSError if it failed; once."""
+        if self._thread.is_alive():
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Returns when the folder has its name. Raises: OSError if the save failed; once."""
+        self._thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def abandon(self) -> None:
+        """Lets the save come to nothing, unless it is done; does not wait."""
+        self._abandoned.set()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+            self._then()
+        except Abandoned:
+            pass
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self._arrays = {}
+            self._copied.set()
+
+    def _write(self) -> None:
+        import orbax.checkpoint as ocp
+
+        self.final.parent.mkdir(parents=True, exist_ok=True)
+        files.check_room(self.final.parent, sum(array.nbytes for array in self._arrays.values()))
+        with replace_folder(self.final, overwrite=True, ours=(ARRAYS, MANIFEST)) as temporary:
+            with _disk_errors(self.final), ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+                checkpointer.save((temporary / ARRAYS).absolute(), args=ocp.args.StandardSave(dict(self._arrays)))
+                self._copied.set()
+                checkpointer.wait_until_finished()
+            write_manifest(temporary, self._contents)
+            files.flush(temporary)
+            if self._abandoned.is_set():
+                raise Abandoned
+
+
+def _detached(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays, so that donating the originals does not touch them.
+
+    Orbax copies an accelerator's arrays to the host before `save` returns. On a CPU its copy is a view of the buffer
+    that the next step is given.
+    """
+    on_cpu = all(device.platform == "cpu" for array in arrays.values() for device in array.sharding.device_set)
+    if not on_cpu:
+        return dict(arrays)
+    return jax.block_until_ready({name: array.copy() for name, array in arrays.items()})
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Gives the OSError that TensorStore's ValueError stands for, and keeps Orbax from logging its traceback."""
+
+    def silent(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return not any(words in message for words in ("raised an exception", "Failed to run"))
+
+    log = logging.getLogger("absl")
+    log.addFilter(silent)
+    try:
+        yield
+    except ValueError as error:
+        found = re.search(r"os_error_code='(\d+)'", str(error))
+        if not found and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        code = int(found[1]) if found else errno.ENOSPC
+        raise OSError(code, os.strerror(code), str(path)) from error
+    finally:
+        log.removeFilter(silent)
