@@ -10,9 +10,7 @@ from fastjax.models.checkpoint.load import load_model
 from fastjax.models.checkpoint.source import open_checkpoint
 from fastjax.models.checkpoint.tokenizer import load_tokenizer
 from fastjax.models.config import ModelConfig
-from fastjax.models.peft_config import config_from_peft
 from fastjax.models.peft_io import load_adapter
-from fastjax.models.checkpoint.files import read_json
 from fastjax.train.files import files_below
 from fastjax.train.state import CheckpointStore
 
@@ -64,7 +62,8 @@ def test_a_resumed_command_names_the_damaged_file_and_goes_on_from_the_one_befor
     flip(file)
     code, output = server.run({**settings, "output_dir": folder, "max_steps": 2, "resume": "auto"})
     assert code == 0, output
-    assert f"passed over a damaged checkpoint: {folder}/checkpoints/2: {file.relative_to(folder / 'checkpoints/2')}" in output
+    name = file.relative_to(folder / "checkpoints/2")
+    assert f"passed over a damaged checkpoint: {folder}/checkpoints/2: {name}" in output
     assert f"going on from {folder}/checkpoints/1 (step 1 of 2)" in output
     adapter = "adapter/adapter_model.safetensors"
     assert (folder / adapter).read_bytes() == (run_folder / adapter).read_bytes()
@@ -133,7 +132,8 @@ def test_a_flipped_bit_in_the_weights_of_a_model_that_we_wrote_is_refused(model_
 @pytest.mark.parametrize("which", ["model", "adapter"])
 def test_a_flip_in_any_byte_of_a_header_is_refused_or_harmless(model_folder, adapter_folder, copy_of, which):
     """No byte of a header, flipped, makes a traceback; what is read in spite of it was not in that byte."""
-    source, name = {"model": (model_folder, "model.safetensors"), "adapter": (adapter_folder, "adapter_model.safetensors")}[which]
+    source = {"model": model_folder, "adapter": adapter_folder}[which]
+    name = {"model": "model.safetensors", "adapter": "adapter_model.safetensors"}[which]
     from fastjax.models.checkpoint.safetensors_io import SafetensorsFile
 
     folder = copy_of(source)
