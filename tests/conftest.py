@@ -91,6 +91,76 @@ def copy_hf_weights(hf_model: Any, config: dict | None = None, dtype: Any = "flo
     return model
 
 
+def quantize_hf_model(hf_model: Any, folder: Path, dtype: str = "float32", *, shards: bool = False, **bnb: Any) -> Any:
+    """A tiny model with 4-bit weights by bitsandbytes, as transformers saves it in `folder` and reads it again.
+
+    The weights that are not 4-bit are made float32, as is what is computed. It is left in training mode: in evaluation
+    bitsandbytes rounds to bfloat16 on CPUs that can.
+
+    Args:
+      dtype: of the weights that are quantised, and of the others in the folder.
+      bnb: settings of transformers.BitsAndBytesConfig.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    source = folder.with_name(f"{folder.name}-{dtype}")
+    hf_model.to(getattr(torch, dtype)).save_pretrained(source)
+    hf_model.float()
+    defaults = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    config = BitsAndBytesConfig(load_in_4bit=True, **{**defaults, **bnb})
+    quantized = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, dtype=getattr(torch, dtype))
+    quantized.save_pretrained(folder, max_shard_size="10KB" if shards else "1GB")
+    return load_quantized_hf_model(folder)
+
+
+def load_quantized_hf_model(folder: Path) -> Any:
+    """A 4-bit folder as `quantize_hf_model` returns it; fails if a key of it is missing or not expected."""
+    import torch
+    from bitsandbytes.nn import Linear4bit, Params4bit
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    for parameter in model.parameters():
+        if not isinstance(parameter, Params4bit):
+            parameter.data = parameter.data.float()
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.compute_dtype = torch.float32
+    return model.train()
+
+
+def decode_hf_model(quantized: Any) -> Any:
+    """A float32 model with the values of a transformers model's 4-bit weights, by bitsandbytes' generic code.
+
+    Its AVX-512 code takes in // 64 scales a row, which is wrong where the width is a multiple of 16 and not of 64.
+    """
+    import copy
+
+    import bitsandbytes.functional as bnb
+    from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
+    from bitsandbytes.nn import Params4bit
+
+    config = copy.deepcopy(quantized.config)
+    del config.quantization_config
+    twin = type(quantized)(config).float().eval()
+    values = {}
+    for name, weight in quantized.named_parameters():
+        values[name] = weight.detach().float()
+        if isinstance(weight, Params4bit):
+            state, codes = weight.quant_state, weight.data.view(-1).view(bnb.torch.uint8)
+            absmax = state.absmax
+            if state.nested:
+                absmax = bnb.dequantize_blockwise(absmax, state.state2) + state.offset
+            decoded = _dequantize_4bit_compute(codes, absmax, state.code, state.blocksize, state.shape, state.dtype)
+            values[name] = decoded.float()
+    report = twin.load_state_dict(values, strict=False)
+    assert set(report.missing_keys) <= {"lm_head.weight"} and not report.unexpected_keys
+    twin.tie_weights()
+    return twin
+
+
 @pytest.fixture(scope="session")
 def tiny_hf():
     """make_hf_model(family="llama", *, seed, scale, **config_changes): a tiny random transformers model."""
@@ -101,6 +171,26 @@ def tiny_hf():
 def from_hf_model():
     """copy_hf_weights(hf_model, config=None, dtype="float32"): the same weights in a CausalLM."""
     return copy_hf_weights
+
+
+@pytest.fixture(scope="session")
+def quantize_hf():
+    """quantize_hf_model(hf_model, folder, dtype="float32", **BitsAndBytesConfig): what transformers saves in 4 bit."""
+    pytest.importorskip("bitsandbytes")
+    return quantize_hf_model
+
+
+@pytest.fixture(scope="session")
+def load_quantized_hf():
+    """load_quantized_hf_model(folder): the transformers model of a 4-bit folder, in float32 otherwise."""
+    pytest.importorskip("bitsandbytes")
+    return load_quantized_hf_model
+
+
+@pytest.fixture(scope="session")
+def decode_hf():
+    """decode_hf_model(quantized): the float32 twin of a 4-bit transformers model."""
+    return decode_hf_model
 
 
 @pytest.fixture(scope="module")
