@@ -104,6 +104,13 @@ def add_rms_norm_pallas(
     return total, y
 
 
+def add_rms_norm_backward_pallas(
+    total: jax.Array, weight: jax.Array, dtotal: jax.Array, dy: jax.Array, eps: float, interpret: bool
+) -> jax.Array:
+    """[rows, D], the gradient of both terms of the sum, from those of the sum and of its norm."""
+    return _call(_backward_kernel, "add_rms_norm_backward", 1, (total, weight, dy, dtotal), eps, interpret)[0]
+
+
 def _add_forward(x, residual, weight, eps, interpret):
     total, y = add_rms_norm_pallas(x, residual, weight, eps, interpret)
     return (total, y), (total, weight)
@@ -112,7 +119,7 @@ def _add_forward(x, residual, weight, eps, interpret):
 def _add_backward(eps, interpret, residuals, cotangents):
     total, weight = residuals
     dtotal, dy = cotangents
-    dx = _call(_backward_kernel, "add_rms_norm_backward", 1, (total, weight, dy, dtotal), eps, interpret)[0]
+    dx = add_rms_norm_backward_pallas(total, weight, dtotal, dy, eps, interpret)
     return dx, dx, _weight_gradient(total, weight, dy, eps)
 
 
