@@ -137,6 +137,7 @@ def load_adapter(model: CausalLM, folder: str | os.PathLike[str]) -> LoraConfig:
     factors, trained = _sort_keys(file, plan, model)
     _check_factors(file, factors, plan, model)
     _check_trained(file, trained, plan, model)
+    file.verify()
 
     def from_file(path: ModulePath, targets: Sequence[Target], linear: Linear) -> tuple[np.ndarray, np.ndarray]:
         *stack, out_features, in_features = linear.shape

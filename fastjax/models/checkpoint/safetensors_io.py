@@ -3,11 +3,15 @@
 Reading maps one tensor's bytes and unmaps them with the array, so that a process never holds more of a file than the
 tensor it works on. Writing streams: the header needs only names, shapes and dtypes, and each tensor is asked for when
 its turn comes.
+
+A file that is written here has the CRC-32 of every tensor in its metadata, and a tensor whose bytes have changed since
+is refused when it is read. Other programs' files have none, and nothing in the format would tell.
 """
 
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +22,8 @@ from fastjax.errors import UserError
 from fastjax.models.checkpoint.files import replace_file
 from fastjax.models.checkpoint.safetensors_header import DTYPES, Header, read_header
 
+# Metadata: checksums in eight hexadecimal digits, in the order of the tensors' bytes.
+CHECKSUMS = "fastjax.crc32"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -36,6 +42,7 @@ class SafetensorsFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.header: Header = read_header(path)
         self.path = self.header.path
+        self._checksums = self._read_checksums()
 
     def names(self) -> list[str]:
         """Names of the tensors, in the order of their bytes."""
@@ -51,7 +58,30 @@ class SafetensorsFile:
             raw = np.memmap(self.path, np.uint8, mode="r", offset=entry.begin, shape=(count,))
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path} changed or went away while it was read: {error}") from error
+        if name in self._checksums and zlib.crc32(raw) != self._checksums[name]:
+            raise UserError(
+                f"{self.path}: {name} is not as it was written; copy or make the file again (or, if another program "
+                f"changed it on purpose, let that program leave {CHECKSUMS} out of the metadata)"
+            )
         return np.asarray(raw).view(entry.dtype).reshape(entry.shape)
+
+    def verify(self) -> None:
+        """Raises: UserError naming the first tensor that is not as it was written."""
+        for name in self._checksums:
+            self.read(name)
+
+    def _read_checksums(self) -> dict[str, int]:
+        """{tensor: CRC-32 of its bytes}; empty for a file of another program."""
+        text = self.header.metadata.get(CHECKSUMS)
+        if text is None:
+            return {}
+        try:
+            values = [int(part, 16) for part in text.split(" ")] if text else []
+            return dict(zip(self.header.entries, values, strict=True))
+        except ValueError:
+            raise UserError(
+                f"{self.path} is not a sound safetensors file: {CHECKSUMS} does not have a checksum for every tensor"
+            ) from None
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -71,7 +101,7 @@ def write_safetensors(
     """Writes `tensors` to `path`: under a temporary name first, flushed to the disk, then renamed.
 
     Every array is made C-contiguous, so that a transposed view is written as it reads. The metadata always holds
-    `format: pt`, without which several versions of transformers refuse a file.
+    `format: pt`, without which several versions of transformers refuse a file, and checksums.
 
     Args:
       tensors: name -> array or LazyTensor; widest dtype is laid first, which keeps every tensor aligned.
@@ -82,7 +112,9 @@ def write_safetensors(
         if np.dtype(tensor.dtype) not in _NAMES:
             raise UserError(f"{name} has dtype {tensor.dtype}, which safetensors cannot hold; cast it first")
     order = sorted(tensors, key=lambda name: -np.dtype(tensors[name].dtype).itemsize)
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    # Filled in once the tensors, which are asked for one by one, have been written.
+    blank = " ".join(["00000000"] * len(order))
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {}), CHECKSUMS: blank}}
     position = 0
     for name in order:
         tensor = tensors[name]
@@ -94,8 +126,13 @@ def write_safetensors(
     text += b" " * (-len(text) % 8)
     with replace_file(Path(path)) as file:
         file.write(len(text).to_bytes(8, "little") + text)
+        checksums = []
         for name in order:
-            file.write(_bytes(name, tensors[name]).data)
+            array = _bytes(name, tensors[name])
+            checksums.append(f"{zlib.crc32(array):08x}")
+            file.write(array.data)
+        file.seek(8 + text.index(f'"{CHECKSUMS}":"'.encode()) + len(CHECKSUMS) + 4)
+        file.write(" ".join(checksums).encode())
 
 
 def _bytes(name: str, tensor: np.ndarray | LazyTensor) -> np.ndarray:

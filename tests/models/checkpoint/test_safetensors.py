@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from fastjax.errors import UserError
-from fastjax.models.checkpoint.safetensors_io import SafetensorsFile, read_safetensors, write_safetensors
+from fastjax.models.checkpoint.safetensors_io import CHECKSUMS, SafetensorsFile, read_safetensors, write_safetensors
 
 
 def entry(shape: list, offsets: list, dtype: str = "F32") -> dict:
@@ -103,7 +104,7 @@ def test_written_files_are_read_by_the_library_and_say_format_pt(tmp_path: Path)
     path = tmp_path / "f.safetensors"
     write_safetensors(path, tensors, {"note": "x"})
     with safe_open(path, "pt") as file:
-        assert file.metadata() == {"format": "pt", "note": "x"}
+        assert {k: v for k, v in file.metadata().items() if k != CHECKSUMS} == {"format": "pt", "note": "x"}
         assert set(file.keys()) == set(tensors)
         for name, expected in tensors.items():
             read = file.get_tensor(name)
@@ -169,3 +170,18 @@ def test_an_unaligned_tensor_is_read(raw_safetensors: Callable) -> None:
     header = json.dumps({"u": entry([1], [0, 1], "U8"), "a": entry([2], [1, 9])}).encode()
     path = raw_safetensors(header, b"\x07" + np.array([1.5, -2], np.float32).tobytes())
     assert np.array(SafetensorsFile(path).read("a")).tolist() == [1.5, -2.0]
+
+
+def test_a_tensor_that_has_changed_since_it_was_written_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    write_safetensors(path, {"a": np.arange(6.0), "none": np.zeros((0, 4)), "b": np.arange(5, dtype=np.int8)})
+    checksums = SafetensorsFile(path).header.metadata[CHECKSUMS]
+    assert checksums == f"{zlib.crc32(np.arange(6.0)):08x} 00000000 {zlib.crc32(np.arange(5, dtype=np.int8)):08x}"
+    contents = path.read_bytes()
+    path.write_bytes(contents[:-1] + b"\x05")
+    np.testing.assert_array_equal(SafetensorsFile(path).read("a"), np.arange(6.0))
+    with pytest.raises(UserError, match=r"f.safetensors: b is not as it was written"):
+        SafetensorsFile(path).read("b")
+    path.write_bytes(contents.replace(checksums.encode(), checksums[:-2].encode() + b"  "))
+    with pytest.raises(UserError, match="f.safetensors .*does not have a checksum for every tensor"):
+        SafetensorsFile(path)

@@ -161,7 +161,7 @@ def test_all_linear_is_written_as_names_and_folder_is_otherwise_left_alone(model
     )
     assert values["lora_alpha"] == 4 and isinstance(values["lora_alpha"], int)
     header = (tmp_path / "adapter_model.safetensors").read_bytes()
-    assert json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"] == {"format": "pt"}
+    assert json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"]["format"] == "pt"
 
 
 def test_config_that_is_not_the_models_is_refused_on_save(model, tmp_path):
