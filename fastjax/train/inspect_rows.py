@@ -140,8 +140,12 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[st
     return texts
 
 
-def print_inspection(found: Inspection, stream: TextIO = sys.stdout) -> None:
-    """Prints the rows and the counts, in colours on a terminal, else with trained text in ⟦brackets⟧."""
+def print_inspection(found: Inspection, stream: TextIO | None = None) -> None:
+    """Prints the rows and the counts, in colours on a terminal, else with trained text in ⟦brackets⟧.
+
+    Args: stream: None is stdout. FORCE_COLOR and NO_COLOR are heeded.
+    """
+    stream = stream or sys.stdout
     colours = (stream.isatty() or bool(os.environ.get("FORCE_COLOR"))) and not os.environ.get("NO_COLOR")
     trained, masked, border, plain = (_TRAINED, _MASKED, _BORDER, _PLAIN) if colours else (_OPEN, "", "", "")
     legend = f"{trained}trained{plain if colours else _CLOSE}, {masked}masked{plain}"

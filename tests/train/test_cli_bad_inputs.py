@@ -84,7 +84,7 @@ def test_a_model_that_is_not_supported_or_does_not_fit_its_config(refused, copy_
         ('{"text": "fine"}\n{"text": \n', [":2", "broken JSON"]),
         ('{"text": "fine"}\n{"question": "x", "answer": "y"}\n', [":2", "question", "forms known"]),
         ("", ["no rows"]),
-        ('{"messages": [{"role": "user", "content": "x"}]}\n', [":1", "no assistant message to learn", "skip_bad_rows"]),
+        ('{"messages": [{"role": "user", "content": "x"}]}\n', [":1", "no assistant message", "skip_bad_rows"]),
         ('{"messages": [{"role": "wizard", "content": "x"}]}\n', [":1", "wizard"]),
     ],
 )
