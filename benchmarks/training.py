@@ -97,7 +97,8 @@ def make_batch(options: argparse.Namespace, vocab_size: int) -> dict[str, np.nda
         lengths = np.loadtxt(LENGTHS / f"{options.packed}.txt", dtype=np.int64)
         segments, positions = packed_rows(rng.permutation(lengths), options.batch, options.seq)
         segments, positions = segments[None], positions[None]
-    return {"input_ids": ids, "loss_mask": segments > 0, "segment_ids": segments, "positions": positions}
+    batch = {"input_ids": ids, "loss_mask": segments > 0, "segment_ids": segments}
+    return batch | ({"positions": positions} if options.packed else {})
 
 
 def packed_rows(lengths: np.ndarray, num_rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +126,8 @@ def useful_flop(config: ModelConfig, batch: dict[str, jax.Array]) -> float:
     matmuls = config.num_hidden_layers * layer + width * config.vocab_size
     num_tokens = float(jnp.sum(batch["segment_ids"] > 0))
     # A token at position p of its document sees p + 1 keys.
-    seen = float(jnp.sum(jnp.where(batch["segment_ids"] > 0, batch["positions"] + 1, 0)))
+    positions = batch.get("positions", jnp.arange(batch["input_ids"].shape[-1]))
+    seen = float(jnp.sum(jnp.where(batch["segment_ids"] > 0, positions + 1, 0)))
     attention = config.num_hidden_layers * 4 * heads * head * seen
     return 4 * matmuls * num_tokens + 3.5 * attention
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fastjax.kernels._dispatch import target_is_gpu
 from fastjax.models.config import ModelConfig
 
 
@@ -18,8 +19,8 @@ class KVCache:
     masks by position. Prompts are padded on the right; decoding overwrites the padding.
 
     Attributes:
-      key, value: [L, B, S, K, H] in the model's compute dtype; bfloat16 as its bits, uint16: XLA's CPU backend has no
-        bfloat16 writes and would turn the whole cache into float32 and back for every token.
+      key, value: [L, B, S, K, H] in the model's compute dtype; on a CPU bfloat16 as its bits, uint16: XLA has no
+        bfloat16 writes there and would turn the whole cache into float32 and back for every token.
       dtype: what `read` returns.
     """
 
@@ -32,7 +33,7 @@ class KVCache:
         """An empty cache for `batch` rows of at most `length` tokens."""
         shape = (config.num_hidden_layers, batch, length, config.num_key_value_heads, config.head_dim)
         dtype = jnp.dtype(dtype)
-        stored = jnp.uint16 if dtype == jnp.bfloat16 else dtype
+        stored = jnp.uint16 if dtype == jnp.bfloat16 and not target_is_gpu() else dtype
         return cls(jnp.zeros(shape, stored), jnp.zeros(shape, stored), dtype)
 
     def write(self, layer: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array) -> "KVCache":
@@ -43,15 +44,20 @@ class KVCache:
         rows = jnp.arange(key.shape[0])[:, None]
 
         def put(stored: jax.Array, new: jax.Array) -> jax.Array:
-            bits = jax.lax.bitcast_convert_type(new.astype(self.dtype), stored.dtype)
+            bits = new.astype(self.dtype)
+            if stored.dtype != self.dtype:
+                bits = jax.lax.bitcast_convert_type(bits, stored.dtype)
             return stored.at[layer, rows, positions].set(bits, mode="drop")
 
         return KVCache(put(self.key, key), put(self.value, value), self.dtype)
 
-    def read(self, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of one layer, [B, S, K, H] each."""
+    def read(self, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Keys and values of one layer, [B, S, K, H] each, and None; or those of all layers and which one is meant,
+        where attention reads them as they lie."""
+        if self.key.dtype == self.dtype:
+            return self.key, self.value, layer
 
         def take(stored: jax.Array) -> jax.Array:
             return jax.lax.bitcast_convert_type(jax.lax.dynamic_index_in_dim(stored, layer, keepdims=False), self.dtype)
 
-        return take(self.key), take(self.value)
+        return take(self.key), take(self.value), None

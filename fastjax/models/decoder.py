@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from fastjax.kernels.attention import attention
+from fastjax.kernels.attention import attention, make_tile_bounds
 from fastjax.models.cache import KVCache
 from fastjax.models.config import ModelConfig
 from fastjax.models.layer_checkpoint import checkpoint_layer
@@ -57,7 +57,7 @@ class Attention(nnx.Module):
         x: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         *,
-        segment_ids: jax.Array | None,
+        documents: dict[str, jax.Array],
         positions: jax.Array,
         cache: KVCache | None,
         layer: jax.Array,
@@ -71,12 +71,11 @@ class Attention(nnx.Module):
         query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
         value = checkpoint_name(value, "value")
         if cache is None:
-            out = attention(query, key, value, segment_ids=segment_ids, window=self.sliding_window)
+            out = attention(query, key, value, window=self.sliding_window, **documents)
         else:
             cache = cache.write(layer, key, value, positions)
-            keys, values = cache.read(layer)
-            out = attention(query, keys, values, positions=positions, window=self.sliding_window)
-        out = checkpoint_name(out, "attn_out")
+            keys, values, index = cache.read(layer)
+            out = attention(query, keys, values, positions=positions, window=self.sliding_window, layer=index)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), rngs.get("o_proj")), cache
 
 
@@ -160,6 +159,7 @@ class CausalLM(nnx.Module):
         cache: KVCache | None = None,
         dropout_rng: jax.Array | None = None,
         remat: str | RematPlan = "none",
+        packed: bool = True,
     ) -> Any:
         """The final norm's output for every token.
 
@@ -171,6 +171,8 @@ class CausalLM(nnx.Module):
           cache: keys and values of earlier tokens; this call's are written at `positions`.
           dropout_rng: key of this call's LoRA dropout; None means none is dropped.
           remat: what the backward keeps, see `fastjax.models.remat`.
+          packed: False promises that each row is one document with its padding at the end: a causal mask then is all
+            that attention needs, and what padding gives means nothing.
         Returns: [B, T, D] in the compute dtype; with a cache the pair (hidden, cache).
         """
         if positions is None:
@@ -181,6 +183,10 @@ class CausalLM(nnx.Module):
         groups = list(plan.of_layers(self.config.num_hidden_layers))
         # Where the layers are cut into groups, frozen weights stay whole: a cut of them would be a copy.
         whole = nnx.Any(QuantizedParam, nnx.Not(nnx.Any(LoraParam, LoraScale))) if len(groups) > 1 else QuantizedParam
+        documents: dict[str, jax.Array] = {}
+        if segment_ids is not None and packed and cache is None:
+            # Found once for all layers.
+            documents = {"segment_ids": segment_ids, "tile_bounds": make_tile_bounds(segment_ids)}
         graphdef, outside, stacked = nnx.split(self.layers, whole, ...)
 
         def body(carry: tuple[jax.Array, KVCache | None], inputs: Any) -> Any:
@@ -188,7 +194,7 @@ class CausalLM(nnx.Module):
             leaves, layer = inputs
             module = nnx.merge(graphdef, at_layer(outside, layer), leaves)
             out = module(
-                x, rope, dropout_rng=dropout_rng, segment_ids=segment_ids, positions=positions, cache=cache,
+                x, rope, dropout_rng=dropout_rng, documents=documents, positions=positions, cache=cache,
                 layer=layer,
             )  # fmt: skip
             return out, None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fastjax.errors import UserError
 
 # In the order in which a layer makes them.
-NAMES = ("layer_in", "query", "key", "value", "attn_out", "attn_lse", "mid", "gate", "up")
+NAMES = ("layer_in", "query", "key", "value", "attn_out", "attn_lse", "mid", "gate", "up", "lora_xa")
 _GROUP = re.compile(r"(?:(?P<count>\d{1,6})\s*\*\s*)?(?P<policy>[a-z_+:]+)")
 
 
@@ -31,7 +31,8 @@ class Policy:
         return known or "+".join([*self.saved, *(f"host:{name}" for name in self.offloaded)])
 
 
-_ATTENTION = ("layer_in", "query", "key", "value", "attn_out", "attn_lse")
+# lora_xa is the adapters' x A, a thousandth of the rest, which costs a pass over x to make again.
+_ATTENTION = ("layer_in", "query", "key", "value", "attn_out", "attn_lse", "lora_xa")
 POLICIES: dict[str, Policy] = {
     "none": Policy(all=True),
     "full": Policy(("layer_in",)),

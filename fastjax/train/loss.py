@@ -56,6 +56,7 @@ def loss_sum(
       mesh: rows are split over its data-parallel axes.
       train_head: whether the head's weight gets a gradient.
       dropout_rng: key of this micro-batch; None means no dropout.
+      remat: see `CausalLM.hidden_states`.
     Returns: float32 scalar, int32 scalar.
     """
     hidden = model.hidden_states(
@@ -64,6 +65,8 @@ def loss_sum(
         segment_ids=batch["segment_ids"],
         dropout_rng=dropout_rng,
         remat=remat,
+        # Only packed rows bring positions: in the others one document lies before its padding.
+        packed="positions" in batch,
     )
     weight = model.head_weight()
     lora = None if model.lm_head is None else model.lm_head.lora

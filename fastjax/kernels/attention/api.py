@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from fastjax.kernels._dispatch import choose, triton_reason
@@ -117,6 +118,7 @@ def attention(
     if layer is not None:
         key, value = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (key, value))
     out, lse = attention_reference(query, key, value, options, **masks, seeds=seeds)
+    out = checkpoint_name(out, "attn_out")
     return (out, lse) if return_lse else out
 
 

@@ -41,11 +41,16 @@ class LayerCosts:
         return sum(self.flop[name] for name in NAMES if name not in (*policy.saved, *policy.offloaded))
 
 
-def layer_costs(config: ModelConfig, seq: int, itemsize: int = 2) -> LayerCosts:
+# Ranks are padded to a power of two of at least 16; adapters on all seven projections are counted.
+_LEAST_RANK, _NUM_ADAPTERS = 16, 7
+
+
+def layer_costs(config: ModelConfig, seq: int, itemsize: int = 2, rank: int = _LEAST_RANK) -> LayerCosts:
     """Of a model's layers for rows of `seq` tokens, causal.
 
     Args:
       itemsize: bytes of an activation's element.
+      rank: of the adapters; 0 without.
     """
     width, inner = config.hidden_size, config.intermediate_size
     query = config.num_attention_heads * config.head_dim
@@ -56,12 +61,14 @@ def layer_costs(config: ModelConfig, seq: int, itemsize: int = 2) -> LayerCosts:
     }  # fmt: skip
     num_bytes = {name: size * itemsize for name, size in sizes.items()}
     num_bytes["attn_lse"] = config.num_attention_heads * 4
+    padded = max(_LEAST_RANK, 1 << (rank - 1).bit_length()) if rank else 0
+    num_bytes["lora_xa"] = _NUM_ADAPTERS * padded * itemsize
     seen = min(seq, config.sliding_window or seq)
     attention = 4 * query * (seen / 2 if seen == seq else seen) / _ATTENTION_EFFICIENCY
     flop = {
         "layer_in": 0.0, "query": 2.0 * width * query, "key": 2.0 * width * kv, "value": 2.0 * width * kv,
         "attn_out": attention, "attn_lse": 0.0, "mid": 2.0 * query * width, "gate": 2.0 * width * inner,
-        "up": 2.0 * width * inner,
+        "up": 2.0 * width * inner, "lora_xa": 0.0,
     }  # fmt: skip
     return LayerCosts(num_bytes, flop)
 
