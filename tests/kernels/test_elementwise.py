@@ -153,5 +153,5 @@ def test_bad_input_is_named():
     ):
         with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
             op(implementation="pallas_triton")
-        with pytest.raises(ValueError, match="known: pallas_triton, reference"):
+        with pytest.raises(ValueError, match="known: .*reference"):
             op(implementation="cuda")

@@ -56,7 +56,7 @@ def linear_cross_entropy(
         chunk_size = min(2048, max(128, num_tokens // 4))
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be at least 1")
-    reasons = {"xla": None, "pallas_triton": triton_reason(interpret)}
+    reasons = {"pallas_triton": triton_reason(interpret), "xla": None}
     implementation = choose("linear_cross_entropy", implementation, reasons)
     options = Options(train_weight, softcap, z_loss, min(chunk_size, num_tokens), implementation, interpret)
     hidden, weight, targets, loss_weights = map(jnp.asarray, (hidden, weight, targets, loss_weights))

@@ -16,4 +16,4 @@ class Tiles:
 
 def softmax_tiles(vocab: int) -> Tiles:
     columns = min(4096, pl.next_power_of_2(vocab))
-    return Tiles(columns, num_warps=min(8, max(1, columns // 512)), num_stages=1)
+    return Tiles(columns, num_warps=min(4, max(1, columns // 512)), num_stages=1)

@@ -15,7 +15,7 @@ class Tiles:
 
 
 def rms_norm_tiles(width: int) -> Tiles:
-    """About 4096 numbers a program, 16 or more a thread, so that loads are long and reductions cross few warps."""
+    """About 4096 numbers a program and 16 a thread, so that loads are long and reductions cross few warps."""
     columns = pl.next_power_of_2(width)
     rows = max(1, 4096 // columns)
-    return Tiles(rows, columns, num_warps=min(16, max(4, rows * columns // 1024)))
+    return Tiles(rows, columns, num_warps=min(16, rows * columns // 512))

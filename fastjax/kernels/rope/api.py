@@ -24,8 +24,8 @@ def rope(
     Args:
       query: [B, T, N, H] float.  key: [B, T, K, H] float.
       cos, sin: [B, T, H/2] float32 of each token's angles.
-      implementation: "pallas_triton" takes one pass over both; "reference". None takes the first that can run here, a
-        name is used or fails.
+      implementation: "reference", which XLA makes one pass of, too, and fuses with its neighbours; or "pallas_triton".
+        None takes the first, a name is used or fails.
       interpret: run the Pallas kernel in jax's interpreter, on any device.
     Returns: the pair, in the shapes and dtypes of query and key.
     Raises: ValueError for shapes that do not fit or an unknown `implementation`; NotImplementedError if
@@ -39,7 +39,7 @@ def rope(
             f"query {query.shape}, key {key.shape}, cos {cos.shape} and sin {sin.shape}: expected [B, T, N, H], "
             "[B, T, K, H] and twice [B, T, H/2]"
         )
-    reasons = {"pallas_triton": triton_reason(interpret), "reference": None}
+    reasons = {"reference": None, "pallas_triton": triton_reason(interpret)}
     if choose("rope", implementation, reasons) == "reference":
         return rotate_reference(query, cos, sin), rotate_reference(key, cos, sin)
     return rope_pallas(query, key, cos, sin, interpret)

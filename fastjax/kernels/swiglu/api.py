@@ -20,8 +20,8 @@ def swiglu(
 
     Args:
       gate, up: [..., F] float of one dtype.
-      implementation: "pallas_triton" takes one pass forward and one backward; "reference". None takes the first that
-        can run here, a name is used or fails.
+      implementation: "reference", which XLA makes one pass of, too, and fuses with its neighbours; or "pallas_triton".
+        None takes the first, a name is used or fails.
       interpret: run the Pallas kernels in jax's interpreter, on any device.
     Returns: [..., F] in gate's dtype.
     Raises: ValueError for shapes or dtypes that differ or an unknown `implementation`; NotImplementedError if
@@ -30,7 +30,7 @@ def swiglu(
     """
     if gate.ndim < 1 or (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise ValueError(f"gate {gate.dtype} {gate.shape} and up {up.dtype} {up.shape} must be of one shape and dtype")
-    reasons = {"pallas_triton": triton_reason(interpret), "reference": None}
+    reasons = {"reference": None, "pallas_triton": triton_reason(interpret)}
     if choose("swiglu", implementation, reasons) == "reference":
         return swiglu_reference(gate, up)
     shape = (-1, gate.shape[-1])
