@@ -143,6 +143,7 @@ def _correction(beta, count):
 
 def _map_leaves(function, tree, *rest):
     """function(path, leaf, *leaves of rest) over a tree, as a tuple of trees; a leaf of rest may be None."""
+    treedef: Any
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     columns = [treedef.flatten_up_to(other) for other in rest]
     results = [function(path, leaf, *row) for (path, leaf), *row in zip(paths, *columns, strict=True)]

@@ -60,7 +60,8 @@ def _forward(query, key, cos, sin, interpret):
 
 
 def _backward(interpret, tables, cotangents):
-    return (*_rotate(*cotangents, *tables, -1.0, interpret), None, None)
+    (cos, sin), (dquery, dkey) = tables, cotangents
+    return (*_rotate(dquery, dkey, cos, sin, -1.0, interpret), None, None)
 
 
 rope_pallas.defvjp(_forward, _backward)
