@@ -160,6 +160,11 @@ def plan_adapter(config: LoraConfig, model: CausalLM, *, strict: bool = True) ->
     """
     places = _places(model)
     trained = _trained(config, places)
+    if HEAD in trained and model.lm_head is not None and model.lm_head.is_quantized:
+        raise UserError(
+            "modules_to_save: lm_head is 4-bit, and 4-bit weights cannot be trained; name it in target_modules, or "
+            "quantise the 16-bit model without it"
+        )
     matched: list[str] = []
     useful: set[str] = set()
     for name in places:

@@ -13,7 +13,7 @@ from fastjax.errors import UserError
 from fastjax.kernels.nf4 import QuantizedWeight, quantize
 from fastjax.models.checkpoint.bitsandbytes import packed_tensors
 from fastjax.models.checkpoint.checkpoint import PackedFormat
-from fastjax.models.checkpoint.names import Place, places
+from fastjax.models.checkpoint.names import HEAD, Place, places
 from fastjax.models.checkpoint.safetensors_io import LazyTensor
 from fastjax.models.decoder import CausalLM
 from fastjax.models.layers import Linear, LoraParam, LoraScale
@@ -32,6 +32,9 @@ def model_tensors(model: CausalLM, dtype: Any, form: str) -> dict[str, LazyTenso
     """
     state = nnx.state(model, lambda _, node: not isinstance(node, LoraParam | LoraScale))
     values = {".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(state)}
+    if model.lm_head is not None:
+        # A tied head with an adapter has the embedding's own variable, which the state holds once.
+        values[HEAD] = model.lm_head.weight.get_value()
     adapted = next((path for path in values if _lora(model, path) is not None), None)
     if form == "as_is" and adapted is not None:
         raise UserError(f"the model has adapters ({adapted}, ...); merge them before it is saved as a model")

@@ -50,11 +50,11 @@ def test_a_list_without_lm_head_has_it_quantised(case):
     assert ("lm_head",) in quantized_linears(model) and ("layers", "mlp", "up_proj") not in quantized_linears(model)
 
 
-def test_shards_hold_the_same_model(case, tiny_hf, quantize_hf, ids, logits, tmp_path):
-    quantize_hf(tiny_hf(hidden_size=64, intermediate_size=128), tmp_path / "shards", shards=True)
+def test_a_model_in_shards(tiny_hf, quantize_hf, ids, logits, tmp_path):
+    theirs = quantize_hf(tiny_hf(hidden_size=64, intermediate_size=128), tmp_path / "shards", shards=True)
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 3
-    whole, shards = (load_model(str(folder), "float32") for folder in (case("nested").folder, tmp_path / "shards"))
-    np.testing.assert_array_equal(logits(shards, ids), logits(whole, ids))
+    shards = load_model(str(tmp_path / "shards"), "float32")
+    np.testing.assert_allclose(logits(shards, ids), logits(theirs, ids), atol=1e-4, rtol=0)
 
 
 def test_bfloat16_computes_with_the_same_bytes(case, ids, logits):
