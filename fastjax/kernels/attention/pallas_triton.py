@@ -32,10 +32,6 @@ class Plan:
     interpret: bool = False
 
 
-# Interpreted, a pass over tiles costs more than what is in them; two shapes keep rows and keys apart.
-_INTERPRETED = Plan(Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2), None, interpret=True)
-
-
 def plan_for(query: jax.Array, key: jax.Array, *, splits_keys: bool, interpret: bool) -> Plan:
     """The tiles for arrays of these shapes on the GPU that computations go to now."""
     batch, num_queries, _, head_dim = query.shape
@@ -44,9 +40,12 @@ def plan_for(query: jax.Array, key: jax.Array, *, splits_keys: bool, interpret: 
     decode = None
     if splits_keys and num_queries <= DECODE_QUERIES:
         decode = decode_tiles(batch, num_kv_heads, num_keys, padded_head, query.dtype.itemsize)
-    if interpret:
-        return Plan(*(_INTERPRETED.forward, _INTERPRETED.dkey_dvalue, _INTERPRETED.dquery), decode, interpret=True)
     length = max(num_queries, num_keys)
+    if interpret:
+        # A pass over a tile costs the interpreter more than what is in it; two shapes keep rows and keys apart.
+        by = 1 if length <= 512 else 4
+        wide, tall = Tiles(32 * by, 64 * by, 4, 2), Tiles(64 * by, 32 * by, 4, 2)
+        return Plan(wide, tall, wide, decode, interpret=True)
     forward, dkey_dvalue, dquery = (
         tiles_for(direction, padded_head, query.dtype, length) for direction in ("forward", "dkey_dvalue", "dquery")
     )
