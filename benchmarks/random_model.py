@@ -8,32 +8,20 @@ from flax import nnx
 
 from fastjax.kernels.nf4 import QuantizedWeight
 from fastjax.kernels.nf4.tables import dynamic_map
-from fastjax.models.checkpoint.names import places
-from fastjax.models.checkpoint.packed import lay_out_packed, planned_formats
 from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import CausalLM
 from fastjax.models.presets import preset
 from fastjax.models.quant_config import QuantConfig
-from fastjax.models.quantized import full_shape
+from fastjax.train.plan.abstract import abstract_model
 
 # The block scales of normal weights of deviation 0.02: their mean, and what the nested codes span around it.
 _MEAN_ABSMAX, _ABSMAX_SPAN = 0.047, 0.03
 
 
-def abstract_model(config: ModelConfig, quantization: QuantConfig | None) -> CausalLM:
-    """A bfloat16 model of jax.ShapeDtypeStruct leaves, its linear layers 4-bit if `quantization` is given."""
-    model = CausalLM.abstract(config, dtype=jnp.bfloat16)
-    if quantization is not None:
-        leaves = {".".join(map(str, p)): full_shape(v.get_value()) for p, v in nnx.to_flat_state(nnx.state(model))}
-        expected = places(leaves)
-        lay_out_packed(model, planned_formats(quantization, expected, "bfloat16"), expected, None)
-    return model
-
-
 def random_model(name: str, quantization: QuantConfig | None, **changes: Any) -> CausalLM:
     """The preset `name`, with keys of its config.json changed; weights of deviation 0.02, norms of 1."""
     config = ModelConfig.from_hf(preset(name) | changes)
-    abstract = abstract_model(config, quantization)
+    abstract = abstract_model(config, jnp.bfloat16, quantization)
     graphdef, state = nnx.split(abstract)
     flat = nnx.to_flat_state(state)
     filled = []

@@ -1,4 +1,4 @@
-"""`fastjax train|generate|evaluate|export`: the commands under one name."""
+"""`fastjax train|generate|evaluate|export|plan`: the commands under one name."""
 
 import importlib
 import sys
@@ -12,6 +12,7 @@ COMMANDS = {
     "generate": ("fastjax.generate", "answer prompts with a model and its adapter"),
     "evaluate": ("fastjax.evaluate", "the loss of a model on a file of rows"),
     "export": ("fastjax.export", "merge an adapter into a Hugging Face folder"),
+    "plan": ("fastjax.plan", "does a run fit a GPU, and how fast will it be"),
 }
 
 

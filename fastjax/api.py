@@ -98,8 +98,8 @@ class FastLanguageModel:
         A model that has an adapter of the same settings is returned as it is, so that a cell can run twice.
 
         Args:
-          use_gradient_checkpointing: True or "unsloth" recomputes all but the layers' inputs in the backward pass,
-            False nothing; or the name of a policy: none, full, attention, no_matmul.
+          use_gradient_checkpointing: "auto" or "unsloth" recomputes in the backward pass what the memory has no room
+            for, True all but the layers' inputs, False nothing; or a policy, see `fastjax.models.remat`.
           random_state: seed of the adapters.
           max_seq_length: longest row in tokens, for training; None keeps the model's.
         Raises: UserError for a model that has another adapter, and for settings that fit no module or cannot be
@@ -193,7 +193,9 @@ def _dtype_name(dtype: Any) -> str:
 def _remat(use_gradient_checkpointing: bool | str) -> str:
     from fastjax.models.remat import parse_plan
 
-    if use_gradient_checkpointing in (True, "unsloth"):
+    if use_gradient_checkpointing in ("auto", "unsloth"):
+        return "auto"
+    if use_gradient_checkpointing is True:
         return "full"
     if use_gradient_checkpointing is False:
         return "none"

@@ -46,7 +46,6 @@ _SWITCHES = {
 # What the design knows and this release does not have: {flag: way out}.
 _LATER = {
     "load_in_8bit": "leave it out: --method qlora has the base in 4 bit, --method lora in 16",
-    "memory_budget_gib": "choose what is recomputed with --remat; full takes least memory",
 }
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 _BAD_PATH = (

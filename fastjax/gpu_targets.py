@@ -28,6 +28,7 @@ class GpuTarget:
       memory_bandwidth: in bytes a second.
       l2_cache: in bytes.
       clock_rate_ghz: boost clock.
+      bf16_flops: dense bfloat16 matmuls with float32 sums, FLOP a second, as its maker states them.
     """
 
     name: str
@@ -39,23 +40,25 @@ class GpuTarget:
     memory_bandwidth: int
     l2_cache: int
     clock_rate_ghz: float
+    bf16_flops: float
     fpus_per_core: int = 128
     threads_per_core: int = 2048
 
 
 TARGETS: dict[str, GpuTarget] = {
     "A100": GpuTarget(
-        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 167936, 85_097_971_712, 2_039_000_000_000, 41_943_040, 1.41, 64
+        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 167936, 85_097_971_712, 2_039_000_000_000, 41_943_040, 1.41,
+        312e12, 64,
     ),
     "RTX 4090": GpuTarget(
         "NVIDIA GeForce RTX 4090", (8, 9), 128, 101376, 102400, 25_383_337_984, 1_008_096_000_000, 75_497_472, 2.52,
-        threads_per_core=1536,
+        165e12, threads_per_core=1536,
     ),
     "H200": GpuTarget(
-        "NVIDIA H200", (9, 0), 132, 232448, 233472, 150_113_747_968, 4_917_120_000_000, 62_914_560, 1.98
+        "NVIDIA H200", (9, 0), 132, 232448, 233472, 150_113_747_968, 4_917_120_000_000, 62_914_560, 1.98, 989e12
     ),
     "B200": GpuTarget(
-        "NVIDIA B200", (10, 0), 148, 232448, 233472, 191_500_000_000, 7_672_000_000_000, 132_644_864, 1.965
+        "NVIDIA B200", (10, 0), 148, 232448, 233472, 191_500_000_000, 7_672_000_000_000, 132_644_864, 1.965, 2250e12
     ),
 }  # fmt: skip
 

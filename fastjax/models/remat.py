@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from fastjax.errors import UserError
 
+# Not a plan: the run finds one that fits its memory.
+AUTO = "auto"
 # In the order in which a layer makes them.
 NAMES = ("layer_in", "query", "key", "value", "attn_out", "attn_lse", "mid", "gate", "up", "lora_xa")
 _GROUP = re.compile(r"(?:(?P<count>\d{1,6})\s*\*\s*)?(?P<policy>[a-z_+:]+)")

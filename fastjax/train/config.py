@@ -6,7 +6,7 @@ import struct
 from typing import Any, Literal
 
 from fastjax.errors import UserError
-from fastjax.models.remat import parse_plan
+from fastjax.models.remat import AUTO, parse_plan
 from fastjax.settings import check_all, nearest, setting
 from fastjax.train.data.rows import parse_columns
 from fastjax.train.data.sources import parse_sources
@@ -172,10 +172,12 @@ class TrainConfig(RowConfig):
     seed: int = setting(3407, "seed of adapters, order of rows, and dropout", minimum=0, below=2**32)
 
     remat: str = setting(
-        "full",
-        "what the backward keeps: none (all), no_matmul, attention, full (the layers' inputs), offload (those, in host "
-        "memory); or names of activations, and runs of layers: 12*no_matmul,full",
-        later={"auto": "name a policy: none, full, offload, attention or no_matmul"},
+        "auto",
+        "what the backward keeps: auto (what fits the memory), none (all), no_matmul, attention, full (the layers' "
+        "inputs), offload (those, in host memory); or activations by name, and runs of layers: 12*no_matmul,full",
+    )
+    memory_budget_gib: float | None = setting(
+        None, "GiB of each device that remat=auto may fill; none: what the allocator has", above=0
     )
 
     nonfinite: Literal["stop", "skip"] = setting(
@@ -199,7 +201,13 @@ class TrainConfig(RowConfig):
         super().validate()
         if self.inspect is None:
             self._require("output_dir", "the folder of the run")
-        parse_plan(self.remat)
+        if self.remat != AUTO:
+            parse_plan(self.remat)
+            if self.memory_budget_gib is not None:
+                raise UserError(
+                    f"memory_budget_gib={self.memory_budget_gib} with remat={self.remat!r}, which keeps the same "
+                    "whatever the memory; use remat=auto"
+                )
         self._validate_schedule()
         self._validate_float32()
         self._validate_lora()

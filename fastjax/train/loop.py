@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from fastjax.errors import DeviceMemoryError, Interrupted, NumericsError, UserError, is_out_of_memory
 from fastjax.models.decoder import CausalLM
 from fastjax.models.lora import LoraConfig, split_trainable
-from fastjax.models.remat import parse_plan
+from fastjax.models.remat import AUTO, RematPlan, parse_plan
 from fastjax.train.best import Best, best_of
 from fastjax.train.config import TrainConfig
 from fastjax.train.data import Batches, Dataset, TrainingRows, eval_batches, steps_per_epoch, train_batches
@@ -24,16 +24,18 @@ from fastjax.train.feed import Feed
 from fastjax.train.health import Health
 from fastjax.train.interrupts import StopSignals
 from fastjax.train.memory import out_of_memory
-from fastjax.train.mesh import make_mesh, num_batch_shards, put_batch, replicated
+from fastjax.train.mesh import batch_sharding, make_mesh, num_batch_shards, put_batch, replicated
 from fastjax.train.metrics import Interval, MetricsFile, check_writer, make_writer, plot_loss, read_metrics
 from fastjax.train.optim import make_optimizer
+from fastjax.train.plan.abstract import abstract_batch
+from fastjax.train.plan.auto import auto_step
 from fastjax.train.progress import Progress
 from fastjax.train.result import TrainResult
 from fastjax.train.resume import fingerprint, horizon, horizon_note
 from fastjax.train.run_folder import RunFolder
 from fastjax.train.schedule import make_schedule, num_warmup_steps, total_optimizer_steps
 from fastjax.train.state import CheckpointStore, TrainState, num_bytes, restore
-from fastjax.train.step import make_eval_step, make_train_step
+from fastjax.train.step import TrainStep, make_eval_step, make_train_step
 
 
 class Trainer:
@@ -89,7 +91,8 @@ class Trainer:
             adam_beta2=config.adam_beta2,
             adam_epsilon=config.adam_epsilon,
         )
-        parse_plan(config.remat)
+        if config.remat != AUTO:
+            parse_plan(config.remat)
         check_writer(config.report_to)
         self.folder = RunFolder(Path(config.output_dir))
         self.store = CheckpointStore(self.folder.checkpoints, config.save_total_limit)
@@ -237,13 +240,7 @@ class _Run:
         self.loss_sum = 0.0
         # Steps that the device may still be at: (step, their metrics there).
         self.pending: deque[tuple[int, Any]] = deque()
-        self.train_step = make_train_step(
-            graphdef,
-            trainer.optimizer,
-            mesh=self.mesh,
-            remat=self.config.remat,
-            skip_nonfinite=self.config.nonfinite == "skip",
-        )
+        self.train_step = self._make_step(graphdef, batches)
         self.eval_step = make_eval_step(graphdef, mesh=self.mesh)
         folder = trainer.folder
         self.writer = make_writer(self.config.report_to, folder.tensorboard, self.config.to_dict(), step=self.step)
@@ -251,6 +248,31 @@ class _Run:
         self.progress = Progress(trainer.total_steps, self.step)
         self.best = Best()
         self._judge()
+
+    def _make_step(self, graphdef: Any, batches: Batches) -> TrainStep:
+        config, trainer = self.config, self.trainer
+
+        def make(plan: RematPlan) -> TrainStep:
+            skip = config.nonfinite == "skip"
+            return make_train_step(graphdef, trainer.optimizer, mesh=self.mesh, remat=plan, skip_nonfinite=skip)
+
+        if config.remat != AUTO:
+            return make(parse_plan(config.remat))
+        shape = (config.gradient_accumulation_steps, trainer.batch_size, max(batches.widths))
+        batch = abstract_batch(*shape, packed=batches.packed)
+        sharding = batch_sharding(self.mesh)
+        return auto_step(
+            make,
+            (self.trainable, self.opt_state, self.frozen),
+            {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()},
+            self.rng,
+            config=trainer.model.config,
+            itemsize=trainer.model.dtype.itemsize,
+            rank=0 if config.method == "full" else config.lora_r,
+            num_shards=num_batch_shards(self.mesh),
+            budget_gib=config.memory_budget_gib,
+            say=trainer.say,
+        )
 
     def steps(self, stop: StopSignals) -> TrainResult:
         """All steps that are left, with their logging, evaluating and saving."""

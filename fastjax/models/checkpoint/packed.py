@@ -36,9 +36,13 @@ def planned_formats(config: QuantConfig, expected: Mapping[str, Place], dtype: s
     return {name: packed if name in modules and not config.skips(modules[name]) else None for name in expected}
 
 
-def lay_out_packed(model: CausalLM, formats: Formats, expected: Mapping[str, Place], source: TensorSource) -> None:
+def lay_out_packed(
+    model: CausalLM, formats: Formats, expected: Mapping[str, Place], source: TensorSource | None = None
+) -> None:
     """Gives the Linears of an abstract model 4-bit weights where `formats` says so.
 
+    Args:
+      source: where the tensors come from, for messages.
     Raises: UserError naming file and tensor where a 4-bit tensor is no linear layer's weight, or the layers of one
       projection have different forms.
     """
@@ -55,16 +59,20 @@ def lay_out_packed(model: CausalLM, formats: Formats, expected: Mapping[str, Pla
             module = getattr(module, part)
         first = next(iter(packed))
         if not isinstance(module, Linear) or leaf != "weight":
-            raise UserError(f"{source.info(first).file}: {first} is 4-bit, and only weights of linear layers can be")
+            raise UserError(f"{_file(source, first)}{first} is 4-bit, and only weights of linear layers can be")
         other = next((name for name in packed if packed[name] != packed[first]), None)
         if other is not None:
             raise UserError(
-                f"{source.info(other).file}: {other} is {_words(packed[other])}, and {first} is "
+                f"{_file(source, other)}{other} is {_words(packed[other])}, and {first} is "
                 f"{_words(packed[first])}; 4-bit layers of one projection must have one form"
             )
         module.weight = QuantizedParam(
             _abstract(module.weight.get_value(), packed[first], [n in packed for n in names])
         )
+
+
+def _file(source: TensorSource | None, name: str) -> str:
+    return "" if source is None else f"{source.info(name).file}: "
 
 
 def _abstract(weight: Any, packed: PackedFormat, is_quantized: list[bool]) -> Any:

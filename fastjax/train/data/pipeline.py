@@ -65,7 +65,8 @@ def eval_batches(dataset: Dataset | PackedRows, batch_size: int, *, widths: Sequ
 
 
 class Batches:
-    """An iterator over batches whose position can be saved; `widths` are the T that occur."""
+    """An iterator over batches whose position can be saved; `widths` are the T that occur, `packed` whether rows hold
+    several documents."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Batches:
         self.widths = list(widths)
         if self.widths != sorted(self.widths) or not self.widths or self.widths[-1] < longest:
             raise UserError(f"widths={self.widths}; they must ascend to the length of the longest row, {longest}")
-        self._shape, self._packed = (accumulation, batch_size), isinstance(dataset, PackedRows)
+        self._shape, self.packed = (accumulation, batch_size), isinstance(dataset, PackedRows)
         self._identity = {"dataset": dataset.fingerprint, "seed": seed, "rows_per_step": rows}
         pipeline = grain.MapDataset.source(dataset)
         if seed is not None:
@@ -140,7 +141,7 @@ class Batches:
             "loss_mask": np.zeros(shape, bool),
             "segment_ids": np.zeros(shape, np.int32),
         }
-        if self._packed:
+        if self.packed:
             batch["positions"] = np.zeros(shape, np.int32)
         for index, row in enumerate(rows):
             start = 0
@@ -151,7 +152,7 @@ class Batches:
                 batch["loss_mask"][here] = document.loss_mask
                 batch["loss_mask"][index, start] = False  # nothing is predicted from the document before
                 batch["segment_ids"][here] = segment
-                if self._packed:
+                if self.packed:
                     batch["positions"][here] = np.arange(length)
                 start += length
         return {name: array.reshape(*self._shape, width) for name, array in batch.items()}

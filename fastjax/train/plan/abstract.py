@@ -1,0 +1,109 @@
+"""A training step with nothing in memory: the abstract model, its states and its batch, ready to be compiled."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from fastjax.models.checkpoint.names import places
+from fastjax.models.checkpoint.packed import lay_out_packed, planned_formats
+from fastjax.models.config import ModelConfig
+from fastjax.models.decoder import CausalLM
+from fastjax.models.lora import LoraConfig, apply_lora, split_trainable
+from fastjax.models.quant_config import QuantConfig
+from fastjax.models.quantized import full_shape
+from fastjax.models.remat import RematPlan
+from fastjax.train.mesh import batch_sharding, replicated
+from fastjax.train.optim import make_optimizer
+from fastjax.train.plan.memory import num_bytes
+from fastjax.train.step import make_train_step
+
+
+def abstract_model(config: ModelConfig, dtype: Any, quantization: QuantConfig | None = None) -> CausalLM:
+    """A model of jax.ShapeDtypeStruct leaves, its linear layers 4-bit if `quantization` is given."""
+    model = CausalLM.abstract(config, dtype=dtype, param_dtype=dtype)
+    if quantization is not None:
+        flat = nnx.to_flat_state(nnx.state(model))
+        expected = places({".".join(map(str, path)): full_shape(v.get_value()) for path, v in flat})
+        lay_out_packed(model, planned_formats(quantization, expected, jnp.dtype(dtype).name), expected)
+    return model
+
+
+@dataclass(frozen=True)
+class AbstractRun:
+    """What `make_train_step`'s function takes, without a byte of it.
+
+    Attributes:
+      graphdef, trainable, frozen, opt_state: see `fastjax.train.step`.
+      optimizer: of the run.
+    """
+
+    graphdef: Any
+    trainable: Any
+    frozen: Any
+    opt_state: Any
+    optimizer: Any
+
+    @classmethod
+    def make(
+        cls, config: ModelConfig, *, method: str, dtype: Any, lora: LoraConfig | None, quantization: QuantConfig | None,
+        optim: str = "adamw",
+    ) -> "AbstractRun":  # fmt: skip
+        """The run of a model that is not there.
+
+        Args:
+          lora: None trains every weight.
+          quantization: None keeps the base in `dtype`.
+        """
+
+        if lora is None:
+            # What is trained in full is float32 in memory.
+            model = CausalLM.abstract(config, dtype=dtype, param_dtype=jnp.float32)
+            graphdef, trainable, frozen = nnx.split(model, nnx.Param, ...)
+        else:
+            model = nnx.eval_shape(lambda: apply_lora(abstract_model(config, dtype), lora, jax.random.key(0)))
+            if quantization is not None:
+                _pack(model, config, dtype, quantization)
+            graphdef, trainable, frozen = split_trainable(model, method)
+        optimizer = make_optimizer(lambda step: 1e-4, optim=optim)
+        return cls(graphdef, trainable, frozen, jax.eval_shape(optimizer.init, trainable), optimizer)
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Of the frozen weights, the trained ones, and the optimiser's states."""
+        trees = {"weights": self.frozen, "trained": self.trainable, "optimizer": self.opt_state}
+        return {name: num_bytes(tree) for name, tree in trees.items()}
+
+    def compile(self, plan: RematPlan, batch: dict[str, jax.ShapeDtypeStruct], mesh: Mesh) -> Any:
+        """jax's compiled step for the mesh's devices, which may be described ones."""
+        step = make_train_step(self.graphdef, self.optimizer, mesh=mesh, remat=plan)
+        whole, split = replicated(mesh), batch_sharding(mesh)
+        place = lambda tree, sharding: jax.tree.map(  # noqa: E731
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+        states = place((self.trainable, self.opt_state, self.frozen), whole)
+        rng = place(jax.eval_shape(lambda: jax.random.key(0)), whole)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(mesh.devices.flat[0]):
+            return step.trace(*states, place(batch, split), rng).lower().compile()
+
+
+def abstract_batch(accumulation: int, rows: int, seq: int, *, packed: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """[A, B, T] arrays as the pipeline hands them out."""
+    shape = (accumulation, rows, seq)
+    names = ("input_ids", "segment_ids", "positions") if packed else ("input_ids", "segment_ids")
+    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
+    return arrays | {"loss_mask": jax.ShapeDtypeStruct(shape, jnp.bool_)}
+
+
+def _pack(model: CausalLM, config: ModelConfig, dtype: Any, quantization: QuantConfig) -> None:
+    """Makes the linear weights of an abstract model with adapters 4-bit."""
+    packed = abstract_model(config, dtype, quantization)
+    for path, module in nnx.iter_modules(packed):
+        target: Any = model
+        for name in path:
+            target = getattr(target, name)
+        if hasattr(module, "is_quantized") and module.is_quantized:
+            target.weight = module.weight
