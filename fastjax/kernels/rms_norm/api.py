@@ -1,5 +1,6 @@
 """The public function: input checks and choice of implementation."""
 
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from fastjax.kernels._dispatch import choose, triton_reason
@@ -19,7 +20,8 @@ def rms_norm(
     """y = weight * s / sqrt(mean(s^2) + eps) with s = x, or s = x + residual.
 
     Statistics in float32; the normalised s is rounded to x's dtype before it meets the weight, as Llama does. The
-    backward reads s alone, and computes the statistics again.
+    backward reads s alone, and computes the statistics again. A sum with a residual is named "mid" for
+    `jax.checkpoint`'s policies.
 
     Args:
       x: [..., D] float.
@@ -40,7 +42,7 @@ def rms_norm(
         raise ValueError(f"residual {residual.dtype} {residual.shape} must be as x, {x.dtype} {x.shape}")
     reasons = {"pallas_triton": triton_reason(interpret), "reference": None}
     if choose("rms_norm", implementation, reasons) == "reference":
-        total = x if residual is None else x + residual
+        total = x if residual is None else checkpoint_name(x + residual, "mid")
         y = rms_norm_reference(total, weight, eps)
         return y if residual is None else (total, y)
     rows = x.reshape(-1, x.shape[-1])

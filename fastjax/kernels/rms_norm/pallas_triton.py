@@ -12,6 +12,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -113,6 +114,7 @@ def add_rms_norm_backward_pallas(
 
 def _add_forward(x, residual, weight, eps, interpret):
     total, y = add_rms_norm_pallas(x, residual, weight, eps, interpret)
+    total = checkpoint_name(total, "mid")
     return (total, y), (total, weight)
 
 
