@@ -7,14 +7,21 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastjax.errors import UserError
 
 FORK_SERVER = Path(__file__).with_name("fork_server.py")
+GONE = object()
 
 
 @dataclass
@@ -109,8 +116,8 @@ def even_rows(tmp_path_factory) -> Path:
     return file
 
 
-@pytest.fixture(scope="session")
-def settings(model_folder, even_rows) -> dict[str, Any]:
+@pytest.fixture(scope="session", name="settings")
+def flags_of_a_small_run(model_folder, even_rows) -> dict[str, Any]:
     """Flags of a small run; `output_dir` is missing."""
     return {
         "model": model_folder, "data": even_rows, "dtype": "float32", "data_cache_dir": "off", "max_seq_length": 64,
@@ -190,3 +197,70 @@ def _mount(words: list[str], place: Path) -> None:
     done = subprocess.run(["mount", *words, str(place)], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+
+
+class Fuzz:
+    """Broken inputs of all kinds, and the demand that each is read or refused in words, in a second."""
+
+    scalars = st.one_of(
+        st.none(), st.booleans(), st.integers(), st.integers(-3, 300), st.floats(), st.text(max_size=8),
+        st.sampled_from([2**31, 2**63, 10**400, -1, 0, 1, "0", "", "..", "/etc/passwd", "\0", "\ud800", [], {}, [[]]]),
+    )  # fmt: skip
+    json = st.recursive(
+        scalars,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+        max_leaves=6,
+    )
+
+    def near(self, sound: dict[str, Any]) -> st.SearchStrategy[bytes]:
+        """JSON texts like that of a sound object, with some values others, gone or new; one in five not even JSON."""
+        keys = st.sampled_from(sorted(sound)) | st.text(max_size=6)
+        changes = st.dictionaries(keys, self.json | st.just(GONE), min_size=1, max_size=3)
+        changed = changes.map(lambda new: {k: v for k, v in {**sound, **new}.items() if v is not GONE})
+        texts = changed.map(lambda value: json.dumps(value).encode("utf-8", "surrogatepass"))
+        return st.one_of(
+            texts, texts, texts, self.json.map(lambda value: json.dumps(value).encode()), self.broken(texts)
+        )
+
+    def broken(self, texts: st.SearchStrategy[bytes], within: int = 10**6) -> st.SearchStrategy[bytes]:
+        """The bytes with a few of the first `within` others, and perhaps cut short."""
+
+        @st.composite
+        def draw_one(draw: Any) -> bytes:
+            contents = bytearray(draw(texts))
+            for _ in range(draw(st.integers(0, 4))):
+                if contents:
+                    at = draw(st.integers(0, min(len(contents), within) - 1))
+                    contents[at] = draw(st.integers(0, 255))
+            return bytes(contents[: draw(st.integers(0, len(contents)))] if draw(st.booleans()) else contents)
+
+        return draw_one()
+
+    def run(self, examples: int, inputs: st.SearchStrategy[Any], read: Callable[[Any], Any], name: str) -> None:
+        """Reads so many inputs.
+
+        Args: name: what every refusal must name.
+        """
+        refused = []
+
+        @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(inputs)
+        def check(one: Any) -> None:
+            begin = time.process_time()
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)
+                    read(one)
+            except UserError as error:
+                assert name in str(error), str(error)
+                refused.append(error)
+            assert time.process_time() - begin < 1
+
+        check()
+        # Most of what is made up here is unsound: readers that take all of it do not look.
+        assert len(refused) > examples // 4
+
+
+@pytest.fixture(scope="session")
+def fuzz() -> Fuzz:
+    return Fuzz()

@@ -31,6 +31,8 @@ OUR_FILES = (
     "chat_template.jinja",
     "additional_chat_templates",
 )
+# The largest that there are, tokenizer.json of vocabularies of 256,000, have 35 MB.
+_MOST_JSON_BYTES = 64 << 20
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.(tmp|old|removed)", re.DOTALL)
 # What temporary_name adds to a name, which has to fit into the file system's limit with it.
 _TEMPORARY_BYTES = len(".") + len(".0123456789ab.removed")
@@ -173,6 +175,14 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises: UserError naming the file if it cannot be read, is not JSON or is not an object.
     """
     try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path} is a folder, a pipe or a device, not a JSON file")
+        if status.st_size > _MOST_JSON_BYTES:
+            raise UserError(
+                f"{path} has {status.st_size} bytes, and a JSON file of a model at most {_MOST_JSON_BYTES}; is it "
+                "another file?"
+            )
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -19,6 +19,8 @@ from fastjax.errors import UserError
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MAX_DIMENSIONS = 4
+# Several times what any model has. Python needs some 50 bytes for a value: a wrong count may not ask for gigabytes.
+_MAX_ENTRIES, _MAX_VALUES, _MAX_STRING_BYTES = 1 << 16, 1 << 21, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,13 @@ class _Parser:
         num_tensors, num_entries = self._scalar("Q"), self._scalar("Q")
         metadata: dict[str, Any] = {}
         # An entry takes at least 13 bytes and a tensor 24: more of them than the file has room for is a lie.
-        self._room(num_entries, 13, "metadata entries")
+        self._room(num_entries, 13, "metadata entries", _MAX_ENTRIES)
         for _ in range(num_entries):
             key = self._string()
             if key in metadata:
                 raise self._broken(f"its metadata has {key!r} twice")
             metadata[key] = self._value(self._scalar("I"), key)
-        self._room(num_tensors, 24, "tensors")
+        self._room(num_tensors, 24, "tensors", _MAX_ENTRIES)
         table = [self._table_entry() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
@@ -96,6 +98,8 @@ class _Parser:
             block, block_bytes = GGML_QUANT_SIZES[quantization]
         except (ValueError, KeyError):
             raise self._broken(f"{name} is of the unknown type {kind}") from None
+        if 0 in shape:
+            raise self._broken(f"{name} has the shape {list(shape)}, which holds nothing")
         if shape[-1] % block:
             raise self._broken(f"{name} has rows of {shape[-1]}, not a multiple of the {block} of {quantization.name}")
         num_bytes = math.prod(shape) // block * block_bytes
@@ -130,16 +134,18 @@ class _Parser:
         element, count = self._scalar("I"), self._scalar("Q")
         if element in _SCALARS:
             width = struct.calcsize("<" + _SCALARS[element])
-            self._room(count, width, f"values of {key}")
+            self._room(count, width, f"values of {key}", _MAX_VALUES)
             return list(struct.unpack(f"<{count}{_SCALARS[element]}", self._take(count * width)))
         if element != _STRING:
             raise self._broken(f"{key} is an array of type {element}, which is not read")
-        self._room(count, 8, f"values of {key}")
+        self._room(count, 8, f"values of {key}", _MAX_VALUES)
         return [self._string() for _ in range(count)]
 
     def _string(self) -> str:
+        length = self._scalar("Q")
+        self._room(length, 1, "bytes of a text", _MAX_STRING_BYTES)
         # Vocabularies may hold pieces that are no whole characters.
-        return self._take(self._scalar("Q")).decode("utf-8", errors="replace")
+        return self._take(length).decode("utf-8", errors="replace")
 
     def _scalar(self, code: str) -> Any:
         return struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))[0]
@@ -151,9 +157,11 @@ class _Parser:
         self._at += count
         return part
 
-    def _room(self, count: int, width: int, what: str) -> None:
+    def _room(self, count: int, width: int, what: str, most: int) -> None:
         if count * width > self._size - self._at:
             raise self._broken(f"it claims {count} {what}, more than its {self._size} bytes can hold")
+        if count > most:
+            raise self._broken(f"it claims {count} {what}; at most {most} are read")
 
     def _broken(self, reason: str) -> UserError:
         return UserError(f"{self._path} is not a sound GGUF file: {reason}")

@@ -9,6 +9,7 @@ Source: the format section of the safetensors project's README.
 import json
 import math
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ import numpy as np
 
 from fastjax.errors import UserError
 
-# 8 MiB hold about 60,000 tensors; a file that claims more is not a model of any family read here.
-MAX_HEADER_BYTES = 8 << 20
+# 2 MiB hold some 15,000 tensors, three times those of a 4-bit model of 126 layers, and are parsed in a second.
+MAX_HEADER_BYTES = 2 << 20
 
 # ml_dtypes gives numpy its bfloat16 and float8; naming the classes keeps this independent of import order.
 DTYPES: dict[str, np.dtype] = {
@@ -68,7 +69,10 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     path = Path(path)
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            raise _broken(path, "it is a folder, a pipe or a device, not a file")
         with open(path, "rb") as file:
             start = file.read(8)
             if len(start) < 8:
