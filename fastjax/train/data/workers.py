@@ -49,8 +49,10 @@ def make_chunks(
     if wanted == 1:
         yield from (make_chunk(piece, tokenizer, options) for piece in pieces)
         return
-    workers = [_Worker(tokenizer, options) for _ in range(wanted)]
+    workers: list[_Worker] = []
     try:
+        for _ in range(wanted):
+            workers.append(_Worker(tokenizer, options))
         yield from _shared_out(pieces, workers)
     finally:
         for worker in workers:
@@ -103,7 +105,9 @@ class _Worker:
         try:
             _send(self._pipes()[0], (tokenizer, options))
         except BrokenPipeError:
-            raise self._ended() from None
+            error = self._ended()
+            self.end()
+            raise error from None
 
     def make(self, piece: list[Placed]) -> Chunk:
         """The chunk that the process makes of the piece. Raises: UserError as `make_chunk`, or if the process ended."""
