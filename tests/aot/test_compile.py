@@ -45,7 +45,7 @@ def test_kernel_compiles(compiler: Callable, gpu: str, function: Callable, argum
 
 
 def test_an_oversized_tile_is_refused_by_the_compiler(compiler: Callable) -> None:
-    tiles = Tiles(rows=16, out=256, blocks=32, unroll=1, splits=1, num_warps=8)
+    tiles = Tiles(rows=16, out=256, blocks=32, splits=1, num_warps=8)
     x = jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16)
     with pytest.raises(Exception, match="(?i)shared memory"):
         compiler("RTX 4090", partial(quant_matmul_pallas, tiles=tiles), x, abstract_weight((256, 4096)))

@@ -2,29 +2,44 @@
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from fastjax.kernels.nf4.tables import BLOCK_SIZE
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of one program of the forward kernels.
+    """Of one program of the kernel for more rows.
 
     Attributes:
-      rows: rows of x; 1 means the vector kernel, which takes all rows of x at once.
+      rows: rows of x.
       out: rows of W.
       blocks: quantisation blocks of 64 along `in`, a step.
-      unroll: steps whose loads are issued together (vector kernel).
       splits: programs that share one tile of y, each with its part of `in`.
-      lookups: half of the weights are decoded through a table in memory, which leaves the integer units less to do.
     """
 
     rows: int
     out: int
     blocks: int
-    unroll: int
     splits: int
     num_warps: int
-    lookups: bool = False
+
+
+@dataclass(frozen=True)
+class FewRowsTiles:
+    """Of one program of the few-rows kernel.
+
+    Attributes:
+      num_warps: of 32 threads, which share `in`; num_warps * groups <= 16.
+      groups: of 8 rows of x: 1 or 2.
+      row_tiles: of 16 rows of W; a multiple of `groups`.
+      blocks: quantisation blocks of 64 that a warp reads a step ahead: 4 or 8.
+    """
+
+    num_warps: int
+    groups: int
+    row_tiles: int
+    blocks: int
 
 
 @dataclass(frozen=True)
@@ -37,9 +52,9 @@ class GradientTiles:
     num_warps: int
 
 
-# Rows of x up to which the vector kernel is the faster one, and up to which decoding inside the product beats
+# Rows of x up to which the kernel for few rows is the faster one, and up to which decoding inside the product beats
 # dequantising first: benchmarks/results/quant_matmul.md, on an H200. Not measured on other GPUs, where they hold too.
-_VECTOR_ROWS = 2
+_FEW_ROWS = 16
 _FUSED_ROWS = 64
 
 
@@ -47,25 +62,31 @@ def fused_is_faster(num_rows: int) -> bool:
     return num_rows <= _FUSED_ROWS
 
 
-def forward_tiles(num_rows: int, shape: tuple[int, int], is_float32: bool) -> Tiles:
-    """Tiles for x [num_rows, in] and W of this shape (out, in).
-
-    `in` is split until there are enough programs to fill the multiprocessors several times over, and no further, since
-    the parts must be added afterwards.
-    """
+def forward_tiles(num_rows: int, shape: tuple[int, int], dtype: jnp.dtype) -> Tiles | FewRowsTiles:
+    """Tiles for x [num_rows, in] and W of this shape (out, in)."""
     num_out, num_in = shape
-    is_vector = num_rows <= _VECTOR_ROWS
+    if dtype == jnp.bfloat16 and num_rows <= _FEW_ROWS:
+        return _few_rows_tiles(num_rows, num_out, num_in)
     # Without tensor cores every product of a tile is an instruction of its own, which takes long to compile.
-    blocks = 2 if is_float32 and not is_vector else 8
-    unroll = 4 if is_vector and num_in >= 4 * blocks * BLOCK_SIZE else 1
-    steps = -(-num_in // (BLOCK_SIZE * blocks * unroll))
-    wanted = 14336 if is_vector else 32768
-    splits = next((d for d in range(1, steps + 1) if steps % d == 0 and d * num_out >= wanted), steps)
-    if is_vector:
-        return Tiles(rows=1, out=16, blocks=blocks, unroll=unroll, splits=splits, num_warps=4, lookups=True)
+    blocks = 2 if dtype == jnp.float32 else 8
+    steps = -(-num_in // (BLOCK_SIZE * blocks))
+    # `in` is split until there are enough programs to fill the multiprocessors several times over, and no further,
+    # since the parts must be added afterwards.
+    splits = next((d for d in range(1, steps + 1) if steps % d == 0 and d * num_out >= 32768), steps)
     # The tensor cores take at least 16 rows.
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    return Tiles(rows=rows, out=64, blocks=blocks, unroll=1, splits=splits, num_warps=4)
+    return Tiles(rows=rows, out=64, blocks=blocks, splits=splits, num_warps=4)
+
+
+def _few_rows_tiles(num_rows: int, num_out: int, num_in: int) -> FewRowsTiles:
+    """As many warps a program as keep all programs on the multiprocessors at once, about 14 warps each."""
+    groups = 1 if num_rows <= 8 else 2
+    num_blocks = -(-num_in // BLOCK_SIZE)
+    programs = -(-num_out // (16 * groups))
+    num_warps = 2
+    while num_warps < 8 and num_warps * programs < 2000 // groups and num_warps * 4 < num_blocks:
+        num_warps *= 2
+    return FewRowsTiles(num_warps=num_warps, groups=groups, row_tiles=groups, blocks=4)
 
 
 def gradient_tiles(num_rows: int) -> GradientTiles:

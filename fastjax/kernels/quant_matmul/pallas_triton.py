@@ -1,16 +1,14 @@
 """Products with a 4-bit weight as Pallas-Triton kernels that decode it on the way: y = x . W^T and dx = dy . W.
 
-A word is four bytes of codes, eight weights that lie side by side along `in`. Word by word, W is seen as eight planes
-[out, in/8]: plane i holds element i of every word. The sum over `in` is a sum over planes,
+Few rows of bfloat16 have a kernel of their own (`pallas_triton_few_rows`). Here is the one for more rows, and for
+float16 and float32. A word is four bytes of codes, eight weights that lie side by side along `in`. Word by word, W is
+seen as eight planes [out, in/8]: plane i holds element i of every word. The sum over `in` is a sum over planes,
 
     y[m, n] = sum_i sum_q x[m, 8q + i] W[n, 8q + i]
 
-so that no decoded value has to change its place in the registers; x is put into the same planes beforehand. Sums are
-float32. Where `in` is split among programs, each writes its own float32 part, and the parts are added in order.
-
-Few rows (`_vector_kernel`): the time is that of reading W, and decoding must stay below it. A look-up in memory a
-weight is too slow (see benchmarks/results), so bytes are permuted between registers instead (`_decode`). The block
-scale multiplies the sum over a word. More rows (`_matrix_kernel`): the scaled weights go to the tensor cores.
+so that no decoded value has to change its place in the registers; x is put into the same planes beforehand. The scaled
+weights go to the tensor cores, which add in float32. Where `in` is split among programs, each writes its own float32
+part, and the parts are added in order.
 """
 
 from functools import partial
@@ -32,15 +30,10 @@ from fastjax.kernels.nf4.pallas_triton import (
 )
 from fastjax.kernels.nf4.tables import BLOCK_SIZE, CODES
 from fastjax.kernels.nf4.weight import QuantizedWeight
-from fastjax.kernels.quant_matmul.blocks import GradientTiles, Tiles, forward_tiles, gradient_tiles
+from fastjax.kernels.quant_matmul.blocks import FewRowsTiles, GradientTiles, Tiles, forward_tiles, gradient_tiles
+from fastjax.kernels.quant_matmul.pallas_triton_few_rows import few_rows_product, words_operand
 
 _WORDS = BLOCK_SIZE // 8
-
-
-def words_operand(weight: QuantizedWeight) -> jax.Array:
-    """uint32 [layers, words of one layer] of the codes: the same bytes."""
-    codes = codes_operand(weight)
-    return jax.lax.bitcast_convert_type(codes.reshape(len(codes), -1, 4), jnp.uint32)
 
 
 def _byte_permute(low, high, selector, interpret: bool) -> jax.Array:
@@ -76,9 +69,7 @@ def _byte_permute(low, high, selector, interpret: bool) -> jax.Array:
 
 
 def byte_tables(quant_type: str) -> np.ndarray:
-    """uint32 [8 + 256]: the 16 values for byte permutations, and the two values of each byte as bfloat16 pairs.
-
-    The first 8 words are, of the values as float32, the second bytes (4 words) and the top bytes (4 words).
+    """uint32 [8]: of the 16 values as float32, the second bytes (4 words) and the top bytes (4 words).
 
     The two low bytes repeat the sign bit, which is what a permutation can make out of the top byte: a positive value
     ends in 0000, a negative one in ffff. Among the values of that form the nearest is taken, so that the error is that
@@ -88,25 +79,21 @@ def byte_tables(quant_type: str) -> np.ndarray:
     top = top[(top >> 7) & 255 != 255]
     values = ((top << 16) | np.where(top >> 15, 0xFFFF, 0).astype(np.uint32)).view(np.float32)
     nearest = np.array([top[np.argmin(np.abs(values - code))] if code else 0 for code in CODES[quant_type]], np.uint32)
-    permuted = np.concatenate([(nearest & 255).astype(np.uint8), (nearest >> 8).astype(np.uint8)]).view("<u4")
-    rounded = CODES[quant_type].astype(jnp.bfloat16).view(np.uint16).astype(np.uint32)
-    byte = np.arange(256)
-    return np.concatenate([permuted, rounded[byte >> 4] | rounded[byte & 15] << 16])
+    return np.concatenate([(nearest & 255).astype(np.uint8), (nearest >> 8).astype(np.uint8)]).view("<u4")
 
 
-def _decode(words: jax.Array, table_ref, table, tiles: Tiles, exact: bool, interpret: bool) -> list[jax.Array]:
+def _decode(words: jax.Array, table_ref, table, exact: bool, interpret: bool) -> list[jax.Array]:
     """The table values of a word's eight codes, in the order of the weight's elements, as float32.
 
     Each nibble is looked up with its three low bits in both halves of the table, byte by byte, and its fourth bit
-    chooses the half. With tiles.lookups the upper two bytes are looked up in memory, a byte at a time. `exact` looks
-    full float32 values up in memory.
+    chooses the half. `exact` looks full float32 values up in memory.
     """
     if exact:
         pairs = [lookup(table_ref, (words >> (8 * byte)) & 255) for byte in range(4)]
         return [value for pair in pairs for value in pair]
     index, half = words & jnp.uint32(0x77777777), (words >> 1) & jnp.uint32(0x44444444)
     values: list[jax.Array] = []
-    for _ in range(1 if tiles.lookups else 2):
+    for _ in range(2):
         # A byte of the mask is ff where the nibble's fourth bit is 0.
         mask = _byte_permute(0xFF, 0, half, interpret)
 
@@ -122,25 +109,7 @@ def _decode(words: jax.Array, table_ref, table, tiles: Tiles, exact: bool, inter
             bits = _byte_permute(second, top, selector, interpret)
             values.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
         index, half = index >> 16, half >> 16
-    for byte in (2, 3) if tiles.lookups else ():
-        pair = plgpu.load(table_ref.at[8 + ((words >> (8 * byte)) & 255).astype(jnp.int32)])
-        for top in (pair << 16, pair & jnp.uint32(0xFFFF0000)):
-            values.append(jax.lax.bitcast_convert_type(top, jnp.float32))
     return values
-
-
-def _fma(a: jax.Array, b: jax.Array, c: jax.Array, interpret: bool) -> jax.Array:
-    """a * b + c in float32, in one instruction: the compiler here does not contract the two by itself."""
-    a, b, c = jnp.broadcast_arrays(a, b, c)
-    if interpret:
-        return a * b + c
-    return plgpu.elementwise_inline_asm(
-        "fma.rn.f32 $0, $1, $2, $3;",
-        args=(a, b, c),
-        constraints="=f,f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, jnp.float32)],
-    )[0]
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -169,57 +138,6 @@ def _load_table(table_ref, exact: bool):
     return None if exact else [table_ref[i] for i in range(8)]
 
 
-def _vector_kernel(
-    x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Tiles, rank: int, exact: bool, interpret: bool
-):
-    """Owns tiles.out rows of W and one of tiles.splits parts of `in`; num_rows accumulators [out, blocks, 8] float32.
-
-    The loads of tiles.unroll steps are issued before the first value is used. With an adapter, the first part adds
-    (x . A) . B of these rows at the end.
-    """
-    absmax_refs, adapter_refs, out_ref = _sorted_refs(refs, rank)
-    num_out, num_in = shape
-    num_blocks = num_in // BLOCK_SIZE
-    column = pl.program_id(0) * tiles.out + jnp.arange(tiles.out)
-    row = jnp.minimum(column, num_out - 1)
-    word = jnp.arange(_WORDS)
-    layer = layer_index(absmax_refs)
-    table = _load_table(table_ref, exact)
-    num_steps = pl.cdiv(num_blocks, tiles.splits * tiles.blocks * tiles.unroll)
-    whole = num_steps * tiles.splits * tiles.blocks * tiles.unroll == num_blocks
-    part = pl.program_id(1)
-
-    def step(i, totals):
-        first = (part * num_steps + i) * tiles.blocks * tiles.unroll
-        blocks = [first + u * tiles.blocks + jnp.arange(tiles.blocks) for u in range(tiles.unroll)]
-        places = [row[:, None] * num_blocks + _clamped(b, num_blocks, whole) for b in blocks]
-        words = [plgpu.load(words_ref.at[layer, place[:, :, None] * _WORDS + word]) for place in places]
-        scales = [_masked_scale(absmax_refs, row, b, num_blocks, whole) for b in blocks]
-        for block, word_tile, scale in zip(blocks, words, scales, strict=True):
-            values = _decode(word_tile, table_ref, table, tiles, exact, interpret)
-            x_word = _clamped(block, num_blocks, whole)[:, None] * _WORDS + word
-            new_totals = []
-            for m in range(num_rows):
-                total = jnp.zeros((tiles.out, tiles.blocks, _WORDS), jnp.float32)
-                for plane, value in enumerate(values):
-                    x = plgpu.load(x_ref.at[(m * 8 + plane) * (num_in // 8) + x_word]).astype(jnp.float32)[None]
-                    total = _fma(value, x, total, interpret)
-                new_totals.append(_fma(total, scale[:, :, None], totals[m], interpret))
-            totals = tuple(new_totals)
-        return totals
-
-    totals = tuple(jnp.zeros((tiles.out, tiles.blocks, _WORDS), jnp.float32) for _ in range(num_rows))
-    totals = step(0, totals) if num_steps == 1 else jax.lax.fori_loop(0, num_steps, step, totals)
-    for m, total in enumerate(totals):
-        y = jnp.sum(total.reshape(tiles.out, tiles.blocks * _WORDS), axis=1)
-        if rank:
-            index = jnp.arange(rank)
-            xa = plgpu.load(adapter_refs[0].at[m * rank + index]).astype(jnp.float32)
-            lora_b = plgpu.load(adapter_refs[1].at[row[:, None] * rank + index]).astype(jnp.float32)
-            y = y + jnp.where(part == 0, jnp.sum(lora_b * xa, axis=1), 0.0)
-        plgpu.store(out_ref.at[part, m, column], y.astype(out_ref.dtype), mask=column < num_out)
-
-
 def _matrix_kernel(
     x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Tiles, rank: int, exact: bool, interpret: bool
 ):
@@ -246,7 +164,7 @@ def _matrix_kernel(
         block = first + jnp.arange(tiles.blocks)
         place = row[:, None] * num_blocks + _clamped(block, num_blocks, whole)
         words = plgpu.load(words_ref.at[layer, place[:, :, None] * _WORDS + word])
-        values = _decode(words, table_ref, table, tiles, exact, interpret)
+        values = _decode(words, table_ref, table, exact, interpret)
         scale = _masked_scale(absmax_refs, row, block, num_blocks, whole)[:, :, None]
         x_word = first * _WORDS + jnp.arange(tiles.blocks * _WORDS)
         x_word = x_word if whole else jnp.minimum(x_word, num_in // 8 - 1)
@@ -271,20 +189,24 @@ def quant_matmul_pallas(
     weight: QuantizedWeight,
     adapter: tuple[jax.Array, jax.Array] | None = None,
     *,
-    tiles: Tiles | None = None,
+    tiles: Tiles | FewRowsTiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """x [M, in] . W^T + xa . B^T, [M, out] in x's dtype. `in` is a multiple of 64. See `fastjax.kernels.quant_matmul`.
 
     adapter: (xa [M, R], B [out, R]) in x's dtype, or None.
     """
+    if tiles is None:
+        tiles = forward_tiles(len(x), weight.shape, x.dtype)
+    if isinstance(tiles, FewRowsTiles):
+        return few_rows_product(x, weight, adapter, tiles=tiles, interpret=interpret)
+    return _more_rows_product(x, weight, adapter, tiles=tiles, interpret=interpret)
+
+
+def _more_rows_product(x, weight: QuantizedWeight, adapter, *, tiles: Tiles, interpret: bool) -> jax.Array:
     num_rows, num_in = x.shape
     num_out = weight.shape[0]
     exact = x.dtype == jnp.float32
-    if tiles is None:
-        tiles = forward_tiles(num_rows, weight.shape, exact)
-    is_vector = tiles.rows == 1
-    row_tiles = 1 if is_vector else pl.cdiv(num_rows, tiles.rows)
     table = CODES[weight.quant_type] if exact else byte_tables(weight.quant_type)
     rank = 0
     operands: tuple[jax.Array, ...] = ()
@@ -296,7 +218,7 @@ def quant_matmul_pallas(
     planes = x.reshape(num_rows, num_in // 8, 8).swapaxes(1, 2)
     parts = pl.pallas_call(
         partial(
-            _vector_kernel if is_vector else _matrix_kernel,
+            _matrix_kernel,
             shape=weight.shape,
             num_rows=num_rows,
             tiles=tiles,
@@ -305,17 +227,11 @@ def quant_matmul_pallas(
             interpret=interpret,
         ),
         out_shape=jax.ShapeDtypeStruct((tiles.splits, num_rows, num_out), out_dtype),
-        grid=(pl.cdiv(num_out, tiles.out), tiles.splits, row_tiles),
+        grid=(pl.cdiv(num_out, tiles.out), tiles.splits, pl.cdiv(num_rows, tiles.rows)),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
         interpret=interpret,
-        name="quant_matmul_vector" if is_vector else "quant_matmul_matrix",
-    )(
-        planes.reshape(-1),
-        words_operand(weight),
-        jnp.asarray(table),
-        *absmax_operands(weight),
-        *operands,
-    )
+        name="quant_matmul_matrix",
+    )(planes.reshape(-1), words_operand(weight), jnp.asarray(table), *absmax_operands(weight), *operands)
     return parts[0] if tiles.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
 
 
