@@ -81,7 +81,6 @@ def test_lists_of_numbers_and_json_mappings():
         (["--ranks", '{"q_proj": "8"}'], ["--ranks=", "mapping"]),
         (["train.jsonl"], ["unexpected 'train.jsonl'"]),
         (["--load_in_8bit", "--count", "2"], ["--load_in_8bit is not in this release", "--method qlora"]),
-        (["--memory_budget_gib=3"], ["--memory_budget_gib is not in this release", "--remat"]),
         (["--config", "missing.yaml"], ["missing.yaml", "No such file"]),
     ],
 )
@@ -106,7 +105,7 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
     ("text", "words"),
     [
         ("cuont: 3", ["unknown key 'cuont'", "did you mean count?"]),
-        ("memory_budget_gib: 3", ["memory_budget_gib is not in this release"]),
+        ("load_in_8bit: true", ["load_in_8bit is not in this release"]),
         ("count: three", ["count='three' is not a whole number"]),
         ("count: '3'", ["count='3' is not a whole number"]),
         ("count: 3.5", ["count=3.5 is not a whole number"]),
@@ -156,7 +155,7 @@ class XlaRuntimeError(RuntimeError):
     [
         (UserError("mend me"), 2, ["error: mend me"]),
         (DeviceMemoryError("too big"), 3, ["error: too big"]),
-        (XlaRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes"), 3, ["remat=full", "batch_size"]),
+        (XlaRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes"), 3, ["method=qlora", "max_seq_length"]),
         (NumericsError("loss is nan"), 4, ["error: loss is nan"]),
         (Interrupted("state saved", 15), 143, ["error: state saved"]),
         (KeyboardInterrupt(), 130, ["error: interrupted"]),
