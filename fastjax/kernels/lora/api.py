@@ -93,8 +93,7 @@ def _implementations(x: jax.Array, weights: tuple, interpret: bool) -> dict[str,
     if not all(isinstance(weight, QuantizedWeight) for weight in weights):
         fused = joined = "takes 4-bit weights only"
     else:
-        reasons = [quant_matmul_implementations(x, weight, interpret)["pallas_triton"] for weight in weights]
-        fused = next(filter(None, reasons), None)
+        fused = quant_matmul_implementations(x, weights, interpret)["pallas_triton"]
         if x.shape[1] % BLOCK_SIZE != 0:
             joined = f"takes `in` in multiples of {BLOCK_SIZE}; these weights have in={x.shape[1]}"
     if fused_is_faster(len(x)):
