@@ -13,6 +13,7 @@ from flax import nnx
 
 from fastjax.kernels.lora import lora_matmul
 from fastjax.kernels.nf4 import QuantizedWeight
+from fastjax.kernels.quant_matmul import quant_matmul
 from fastjax.models.products import low_rank, matmul
 from fastjax.models.quantized import FrozenWeight, QuantizedParam, frozen_product, full_shape
 
@@ -127,7 +128,10 @@ def project(
             [lora.scale[...] for lora in whole],
         )
     else:
-        products = [frozen_product(x, weight) for weight in weights]
+        if len(packed) == len(linears):
+            products: Sequence[jax.Array] = quant_matmul(x, packed)  # type: ignore[assignment]
+        else:
+            products = [frozen_product(x, weight) for weight in weights]
         outs = tuple(
             y if lora is None else y + lora(x, rng) for y, lora, rng in zip(products, adapters, rngs, strict=True)
         )
