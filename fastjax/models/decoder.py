@@ -57,7 +57,7 @@ class Attention(nnx.Module):
         x: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         *,
-        documents: dict[str, jax.Array],
+        documents: dict[str, Any],
         positions: jax.Array,
         cache: KVCache | None,
         layer: jax.Array,
@@ -183,11 +183,11 @@ class CausalLM(nnx.Module):
         groups = list(plan.of_layers(self.config.num_hidden_layers))
         # Where the layers are cut into groups, frozen weights stay whole: a cut of them would be a copy.
         whole = nnx.Any(QuantizedParam, nnx.Not(nnx.Any(LoraParam, LoraScale))) if len(groups) > 1 else QuantizedParam
-        documents: dict[str, jax.Array] = {}
+        documents: dict[str, Any] = {}
         if segment_ids is not None and packed and cache is None:
             # Found once for all layers.
             documents = {"segment_ids": segment_ids, "tile_bounds": make_tile_bounds(segment_ids)}
-        graphdef, outside, stacked = nnx.split(self.layers, whole, ...)
+        graphdef, outside, stacked = nnx.split(self.layers, whole, ...)  # type: ignore[misc]
 
         def body(carry: tuple[jax.Array, KVCache | None], inputs: Any) -> Any:
             x, cache = carry

@@ -82,17 +82,22 @@ def frozen_product(x: jax.Array, weight: FrozenWeight) -> jax.Array:
     Returns: [..., out].
     """
     if isinstance(weight, QuantizedWeight):
-        return quant_matmul(x, weight)
+        return _one(quant_matmul(x, weight))
     if not isinstance(weight, MixedWeight):
         return matmul(x, weight)
     assert weight.layer is not None
     rows = jnp.asarray([weight.row(layer) for layer in range(len(weight.is_quantized))], jnp.int32)[weight.layer]
     return jax.lax.cond(
         jnp.asarray(weight.is_quantized)[weight.layer],
-        lambda x: quant_matmul(x, weight.quantized.at(rows)),
+        lambda x: _one(quant_matmul(x, weight.quantized.at(rows))),
         lambda x: matmul(x, jax.lax.dynamic_index_in_dim(weight.dense, rows, keepdims=False)),
         x,
     )
+
+
+def _one(product: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
+    assert not isinstance(product, tuple)
+    return product
 
 
 def layer_weight(weight: FrozenWeight, layer: int | None) -> jax.Array | QuantizedWeight:

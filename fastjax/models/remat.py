@@ -88,7 +88,8 @@ def parse_plan(text: str) -> RematPlan:
 def _policy(text: str, whole: str) -> Policy:
     if text in POLICIES:
         return POLICIES[text]
-    saved, offloaded = [], []
+    saved: list[str] = []
+    offloaded: list[str] = []
     for word in text.split("+"):
         name = word.removeprefix("host:")
         if name not in NAMES:

@@ -88,7 +88,7 @@ class BitsandbytesSource:
         arrays = {field: fields[field].reshape(shape) for field, (shape, _) in expected.items()}
         absent: dict[str, Any] = dict.fromkeys(("nested_scale", "nested_offset", "nested_table"))
         return QuantizedWeight(
-            **(absent | arrays),  # type: ignore[arg-type]
+            **(absent | arrays),
             shape=packed.shape,
             quant_type=packed.format.quant_type,
             dtype=np.dtype(packed.format.dtype),

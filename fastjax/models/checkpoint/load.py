@@ -117,7 +117,8 @@ def _settle_head(config: ModelConfig, source: TensorSource) -> tuple[ModelConfig
     """
     head = source.info(HEAD)
     same_shape = EMBEDDING in source.names() and source.info(EMBEDDING).shape == head.shape
-    if same_shape and np.array_equal(source.read(HEAD), source.read(EMBEDDING)):
+    both: Any = [source.read(name) for name in (HEAD, EMBEDDING)] if same_shape and head.packed is None else None
+    if both is not None and np.array_equal(*both):
         return config, _Without(source, HEAD)
     warnings.warn(
         f"{head.file}: {HEAD} differs from {EMBEDDING} although config.json has tie_word_embeddings: true; "

@@ -86,7 +86,7 @@ def _abstract(weight: Any, packed: PackedFormat, is_quantized: list[bool]) -> An
     )
     if all(is_quantized):
         return like
-    dense = jax.ShapeDtypeStruct((len(is_quantized) - sum(is_quantized), num_out, num_in), weight.dtype)
+    dense: Any = jax.ShapeDtypeStruct((len(is_quantized) - sum(is_quantized), num_out, num_in), weight.dtype)
     return MixedWeight(like, dense, tuple(is_quantized))
 
 

@@ -58,7 +58,7 @@ class SafetensorsFile:
             raw = np.memmap(self.path, np.uint8, mode="r", offset=entry.begin, shape=(count,))
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path} changed or went away while it was read: {error}") from error
-        if name in self._checksums and zlib.crc32(raw) != self._checksums[name]:
+        if name in self._checksums and zlib.crc32(raw.data) != self._checksums[name]:
             raise UserError(
                 f"{self.path}: {name} is not as it was written; copy or make the file again (or, if another program "
                 f"changed it on purpose, let that program leave {CHECKSUMS} out of the metadata)"
@@ -129,7 +129,7 @@ def write_safetensors(
         checksums = []
         for name in order:
             array = _bytes(name, tensors[name])
-            checksums.append(f"{zlib.crc32(array):08x}")
+            checksums.append(f"{zlib.crc32(array.data):08x}")
             file.write(array.data)
         file.seek(8 + text.index(f'"{CHECKSUMS}":"'.encode()) + len(CHECKSUMS) + 4)
         file.write(" ".join(checksums).encode())

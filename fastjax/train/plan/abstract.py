@@ -12,9 +12,9 @@ from fastjax.models.checkpoint.names import places
 from fastjax.models.checkpoint.packed import lay_out_packed, planned_formats
 from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import CausalLM
-from fastjax.models.lora import LoraConfig, apply_lora, split_trainable
+from fastjax.models.lora import LoraConfig, apply_lora, module_at, split_trainable
 from fastjax.models.quant_config import QuantConfig
-from fastjax.models.quantized import full_shape
+from fastjax.models.quantized import full_shape, quantized_linears
 from fastjax.models.remat import RematPlan
 from fastjax.train.mesh import batch_sharding, replicated
 from fastjax.train.optim import make_optimizer
@@ -62,7 +62,7 @@ class AbstractRun:
         if lora is None:
             # What is trained in full is float32 in memory.
             model = CausalLM.abstract(config, dtype=dtype, param_dtype=jnp.float32)
-            graphdef, trainable, frozen = nnx.split(model, nnx.Param, ...)
+            graphdef, trainable, frozen = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
         else:
             model = nnx.eval_shape(lambda: apply_lora(abstract_model(config, dtype), lora, jax.random.key(0)))
             if quantization is not None:
@@ -79,7 +79,7 @@ class AbstractRun:
 
     def compile(self, plan: RematPlan, batch: dict[str, jax.ShapeDtypeStruct], mesh: Mesh) -> Any:
         """jax's compiled step for the mesh's devices, which may be described ones."""
-        step = make_train_step(self.graphdef, self.optimizer, mesh=mesh, remat=plan)
+        step: Any = make_train_step(self.graphdef, self.optimizer, mesh=mesh, remat=plan)
         whole, split = replicated(mesh), batch_sharding(mesh)
         place = lambda tree, sharding: jax.tree.map(  # noqa: E731
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
@@ -101,9 +101,5 @@ def abstract_batch(accumulation: int, rows: int, seq: int, *, packed: bool) -> d
 def _pack(model: CausalLM, config: ModelConfig, dtype: Any, quantization: QuantConfig) -> None:
     """Makes the linear weights of an abstract model with adapters 4-bit."""
     packed = abstract_model(config, dtype, quantization)
-    for path, module in nnx.iter_modules(packed):
-        target: Any = model
-        for name in path:
-            target = getattr(target, name)
-        if hasattr(module, "is_quantized") and module.is_quantized:
-            target.weight = module.weight
+    for path, linear in quantized_linears(packed).items():
+        module_at(model, tuple(str(name) for name in path)).weight = linear.weight
