@@ -128,7 +128,8 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[st
     def decode(start: int, stop: int) -> str:
         return str(tokenizer.decode(ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    texts, start = [], 0
+    texts: list[str] = []
+    start = 0
     for index in range(len(ids)):
         # Only whole characters may lie before the window.
         if index - start > _CONTEXT and texts[index - _CONTEXT // 2 - 1]:

@@ -13,7 +13,7 @@ from fastjax.models.decoder import CausalLM
 from fastjax.models.layers import TrainedParam
 from fastjax.models.lora import LoraConfig
 from fastjax.train.config import OVERRIDABLE, TrainConfig
-from fastjax.train.data import TokenisedDataset
+from fastjax.train.data import TrainingRows
 
 # Settings that change the numbers and that no other part of the fingerprint follows. The number of steps is left out:
 # it may change, and `horizon_note` tells what that does to the schedule.
@@ -31,7 +31,7 @@ _CHECKSUMS = {
 
 
 def fingerprint(
-    config: TrainConfig, model: CausalLM, lora: LoraConfig | None, rows: TokenisedDataset, batch_size: int
+    config: TrainConfig, model: CausalLM, lora: LoraConfig | None, rows: TrainingRows, batch_size: int
 ) -> dict[str, Any]:
     """All that a run's numbers follow from but the number of steps, in a form that JSON takes.
 

@@ -41,7 +41,7 @@ def cache_key(source: Source, tokenizer: "PreTrainedTokenizerBase", options: Map
     import tokenizers
     import transformers
 
-    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    backend: Any = tokenizer.backend_tokenizer
     content = {
         "format": _FORMAT,
         "versions": [transformers.__version__, tokenizers.__version__],

@@ -160,7 +160,7 @@ class Selection:
     @functools.cached_property
     def documents(self) -> np.ndarray:
         """[D] of dtype DOCUMENT; rows are numbered through the data sets."""
-        found = []
+        found: list[np.ndarray] = []
         for dataset in self._datasets:
             documents = np.array(dataset.documents)
             documents["row"] += found[-1]["row"].max(initial=-1) + 1 if found else 0

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from fastjax.train.data.cache import cache_key, cached
 from fastjax.train.data.chunk import NAMED_ROWS, RowOptions
 from fastjax.train.data.dataset import Dataset, TokenisedDataset
 from fastjax.train.data.mixture import combine
-from fastjax.train.data.readers import DataSource, Placed, is_named, read_memory, read_source
+from fastjax.train.data.readers import DataSource, Placed, read_memory, read_source
 from fastjax.train.data.report import BAD, DataReport
 from fastjax.train.data.rows import check_data_format
 from fastjax.train.data.sources import Source, parse_sources
@@ -71,7 +72,7 @@ def load_dataset(
     _check(options)
     encoder_of(tokenizer, len(tokenizer))  # a tokenizer that cannot be used is refused before anything is read
     loader = _Loader(tokenizer, options, skip_bad_rows, cache, num_proc)
-    if not is_named(source):
+    if not isinstance(source, str | PathLike):
         return loader.tokenise(read_memory(source), "rows in memory", None)
     sources = parse_sources(str(source))
     return combine([loader.load(one) for one in sources], [one.weight for one in sources], seed)

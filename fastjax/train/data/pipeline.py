@@ -133,8 +133,8 @@ class Batches:
         self.close()
 
     def _collate(self, rows: Sequence[TokenRow | list[TokenRow]]) -> Batch:
-        rows = [[row] if isinstance(row, TokenRow) else row for row in rows]
-        width = width_for(max(sum(len(document.input_ids) for document in row) for row in rows), self.widths)
+        packed = [[row] if isinstance(row, TokenRow) else row for row in rows]
+        width = width_for(max(sum(len(document.input_ids) for document in row) for row in packed), self.widths)
         shape = (self._shape[0] * self._shape[1], width)
         batch = {
             "input_ids": np.full(shape, PAD_TOKEN_ID, np.int32),
@@ -143,7 +143,7 @@ class Batches:
         }
         if self.packed:
             batch["positions"] = np.zeros(shape, np.int32)
-        for index, row in enumerate(rows):
+        for index, row in enumerate(packed):
             start = 0
             for segment, document in enumerate(row, start=1):
                 length = len(document.input_ids)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO
 
 from fastjax.errors import UserError
 from fastjax.train.data.folders import files_of_split
@@ -82,11 +82,6 @@ def parse_payload(payload: Any, place: str) -> Any:
         return Unreadable(f"{place}: broken JSON ({error}); each line of a JSONL file is one complete JSON object")
 
 
-def is_named(source: DataSource) -> TypeGuard[str | PathLike[str]]:
-    """Whether the source is named, not given as rows."""
-    return isinstance(source, str | PathLike)
-
-
 def source_files(source: Source) -> list[Path] | None:
     """The files that a source is read from by this module; None where `datasets` reads it.
 
@@ -147,7 +142,7 @@ def _open_file(path: Path) -> Iterator[Placed]:
 
 def _binary(path: Path) -> BinaryIO:
     if path.suffix.lower() == ".gz":
-        return io.BufferedReader(gzip.open(path, "rb"))  # type: ignore[arg-type]
+        return io.BufferedReader(gzip.open(path, "rb"))
     return path.open("rb")
 
 

@@ -38,15 +38,15 @@ class TokenWriter:
         """The data set of all that was added; the report is completed with its counts."""
         for file in self._files:
             file.flush()
-        arrays = [_mapped(file, dtype) for file, dtype in zip(self._files, _FILES.values(), strict=True)]
-        report.describe(arrays[2])
+        ids, mask, documents = (_mapped(file, dtype) for file, dtype in zip(self._files, _FILES.values(), strict=True))
+        report.describe(documents)
         fingerprint = self._digests.result()
         if self._folder is not None:
             sizes = {name: (self._folder / name).stat().st_size for name in _FILES}
             content = {"report": report.to_dict(), "fingerprint": fingerprint, "sizes": sizes}
             (self._folder / REPORT).write_text(json.dumps(content), encoding="utf-8")
         self.close()
-        return TokenisedDataset.from_arrays(*arrays, report, fingerprint)
+        return TokenisedDataset.from_arrays(ids, mask, documents, report, fingerprint)
 
     def close(self) -> None:
         for file in self._files:
@@ -66,7 +66,8 @@ def read_store(folder: Path) -> TokenisedDataset | None:
                 arrays.append(_mapped(file, dtype))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return TokenisedDataset.from_arrays(*arrays, report, fingerprint)
+    ids, mask, documents = arrays
+    return TokenisedDataset.from_arrays(ids, mask, documents, report, fingerprint)
 
 
 def _new_file(folder: Path | None, name: str) -> IO[bytes]:

@@ -83,9 +83,11 @@ def _rendered(
 
     require_chat_template(tokenizer, place)
     template = tokenizer.get_chat_template(None, tools)
+    # Its annotation says that a text is returned; it is lists of them and of their marked parts.
+    render_template: Any = render_jinja_template
     try:
         [text], marked = _RENDERING.run(
-            lambda: render_jinja_template(
+            lambda: render_template(
                 conversations=[list(messages)],
                 tools=tools,
                 chat_template=template,
