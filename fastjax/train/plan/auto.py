@@ -65,7 +65,7 @@ def auto_step(
     Raises: DeviceMemoryError if nothing fits.
     """
     held = num_bytes(arguments)
-    device = jax.tree.leaves(arguments)[0].devices().pop()
+    device = next(iter(jax.tree.leaves(arguments)[0].devices()))
     budget = device_budget(device, held) if budget_gib is None else int(budget_gib * 2**30)
     if budget is None:
         return PlannedStep(make_step(parse_plan("none")), None, None)
