@@ -105,10 +105,10 @@ def _backward(implementation, interpret, weights, douts):
             quant_matmul_gradient_pallas(dout, weight, interpret=interpret)
             for dout, weight in zip(douts, weights, strict=True)
         ]
-        dx = parts[0]
-        if len(parts) > 1:
-            dx = sum(part.astype(jnp.float32) for part in parts).astype(dtype)
-        return dx, None
+        total = parts[0].astype(jnp.float32)
+        for part in parts[1:]:
+            total = total + part.astype(jnp.float32)
+        return total.astype(dtype), None
     dout = douts[0] if len(douts) == 1 else jnp.concatenate(douts, axis=1)
     return product(dout, _joined(weights, dtype, implementation, interpret), transposed=False).astype(dtype), None
 

@@ -220,7 +220,8 @@ ld.shared.f32 $0, [place];
 
 def _bfloat16_halves(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     """float32 values of the lower and of the upper half of each uint32."""
-    return tuple(jax.lax.bitcast_convert_type(v, jnp.float32) for v in (words << 16, words & jnp.uint32(0xFFFF0000)))
+    lower, upper = words << 16, words & jnp.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(lower, jnp.float32), jax.lax.bitcast_convert_type(upper, jnp.float32)
 
 
 def _product(total, words, scales, offset, xs, table_ref, tiles: FewRowsTiles, tile: int, first: int):
@@ -245,7 +246,7 @@ def _product_interpreted(total, words, scales, offset, xs, table_ref, tiles: Few
         place = first + block
         scale = scales[..., place % 4, :, place // 4]
         scale = scale[0] if groups == 1 else scale[..., tile].transpose(1, 2, 0)
-        part = 0
+        part = jnp.zeros((groups, tiles.num_warps, 8, 2, 8), jnp.float32)
         for side in range(2):
             x = jnp.stack(_bfloat16_halves(xs[2 * block + side].reshape(*by_lane, 4)), axis=-1)
             part += jnp.einsum("hwgti,rwnti->rwghn", weights[:, :, :, block, :, side], x.reshape(*by_lane, 8))
@@ -270,12 +271,12 @@ def _adapter_product(total, a, bs, tiles: FewRowsTiles, interpret: bool):
     name = lambda array, i: f"${array * pack + i}"  # noqa: E731
     asm = _Asm()
     for group in range(groups):
-        part = [name(1, 4 * group + j) for j in range(4)]
+        result = [name(1, 4 * group + j) for j in range(4)]
         for step in range(groups):
             # The instruction wants the row halves next to one another.
             operand = [name(2, 4 * step + 2 * half + column) for column in range(2) for half in range(2)]
-            part = asm.mma(operand, [name(3 + step, 4 * group + column) for column in range(2)], part)
-        asm.lines += [f"mov.f32 {name(0, 4 * group + j)}, {part[j]};" for j in range(4)]
+            result = asm.mma(operand, [name(3 + step, 4 * group + column) for column in range(2)], result)
+        asm.lines += [f"mov.f32 {name(0, 4 * group + j)}, {result[j]};" for j in range(4)]
     constraints = ["=f"] * pack + ["f"] * pack + ["r"] * pack * (1 + groups)
     return _asm_call(asm.text(), ",".join(constraints), [total, a, *bs], pack, jnp.float32)
 
@@ -302,7 +303,7 @@ def _scales(absmax_refs, loaded, lanes: _Lanes, table_offset: Callable, interpre
 def _kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: FewRowsTiles, rank: int, interpret: bool):
     """Owns y[8 * groups rows of x, 16 * row_tiles rows of W] in float32: the warps share `in` and add up at the end."""
     *inputs, out_ref = refs
-    absmax_refs, adapter_refs = (inputs[:-2], inputs[-2:]) if rank else (inputs, ())
+    absmax_refs, adapter_refs = (inputs[:-2], inputs[-2:]) if rank else (inputs, [])
     groups, num_warps, row_tiles = tiles.groups, tiles.num_warps, tiles.row_tiles
     num_out, num_in = shape
     num_blocks = num_in // BLOCK_SIZE
@@ -326,7 +327,7 @@ def _kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Few
     begin = lanes.warp * blocks_per_warp
     is_flat = len(words_ref.shape) == 1
 
-    def weight_row(tile: int, half):
+    def weight_row(tile, half):
         row = first_row + _ROWS * tile + lanes.g + 8 * half
         return row if num_out % (_ROWS * row_tiles) == 0 else jnp.minimum(row, num_out - 1)
 

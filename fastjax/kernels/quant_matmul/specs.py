@@ -14,7 +14,11 @@ NUM_ROWS = (1, 4, 16, 64, 256, 2048, 8192)
 
 
 def forward(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    return quant_matmul(x, weight, implementation="pallas_triton")
+    return quant_matmul(x, [weight], implementation="pallas_triton")[0]
+
+
+def joined(x: jax.Array, weights: list[QuantizedWeight]) -> tuple[jax.Array, ...]:
+    return tuple(quant_matmul(x, weights, implementation="dequantize"))
 
 
 def forward_layer(x: jax.Array, stack: QuantizedWeight, layer: jax.Array) -> jax.Array:
@@ -31,11 +35,14 @@ def compile_cases() -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
         ("Llama-3-8B gate_proj", 1),
         ("Llama-3-8B down_proj", 16),
         ("Llama-3-8B down_proj", 64),
+        ("Llama-3-8B k_proj", 8),
         ("SmolLM2-135M k_proj", 3),
         ("Qwen2-0.5B down_proj", 2),
     ):
         x = jax.ShapeDtypeStruct((num_rows, SHAPES[name][1]), jnp.bfloat16)
         yield f"{num_rows} rows, {name}", forward, (x, abstract_weight(SHAPES[name]))
+    x, pair = jax.ShapeDtypeStruct((2048, 4096), jnp.bfloat16), [abstract_weight(SHAPES["Llama-3-8B k_proj"])] * 2
+    yield "2048 rows, two weights dequantised into one", joined, (x, pair)
     x = jax.ShapeDtypeStruct((17, 576), jnp.float32)
     yield "17 rows, float32", forward, (x, abstract_weight(SHAPES["SmolLM2-135M k_proj"], dtype=jnp.float32))
     # 9.4e9 bytes of codes: more than 32 bits index.
