@@ -67,6 +67,7 @@ class Server:
         module: str = "fastjax.train.__main__",
         folder: Path | None = None,
         limits: dict[str, int] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> Running:
         """A command; a flag's value of True is a bare switch, None leaves it out."""
         argv = [
@@ -74,7 +75,10 @@ class Server:
         ]
         self._count += 1
         log = self._logs / f"{self._count}.log"
-        job = {"start": [module, argv], "log": str(log), "folder": str(folder or self._logs), "limits": limits or {}}
+        job = {
+            "start": [module, argv], "log": str(log), "folder": str(folder or self._logs), "limits": limits or {},
+            "environment": environment or {},
+        }  # fmt: skip
         return Running(self, self.ask(job)["pid"], log)
 
     def run(self, flags: dict[str, Any], **options: Any) -> tuple[int, str]:

@@ -4,7 +4,8 @@ A command that is to be killed needs a process of its own, and importing takes m
 done once. jax starts its backend, and its threads, in the child.
 
 Reads one JSON object a line and answers with one:
-    {"start": [module, [flag, ...]], "log": file, "folder": working folder, "limits": {name: bytes}} -> {"pid": n}
+    {"start": [module, [flag, ...]], "log": file, "folder": working folder, "limits": {name: bytes},
+     "environment": {name: text}} -> {"pid": n}
     {"wait": n} -> {"code": exit code, or minus the signal that ended it}
 """
 
@@ -27,6 +28,7 @@ def run(job: dict[str, Any]) -> int:
     for stream, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
         os.dup2(target, stream)
     os.chdir(job["folder"])
+    os.environ.update(job.get("environment", {}))
     for name, limit in job.get("limits", {}).items():
         resource.setrlimit(getattr(resource, name), (limit, limit))
     module, argv = job["start"]

@@ -1,8 +1,10 @@
 """Run 12 steps, or be killed after 5 and after 9 and go on: the same bytes, for every method; and twice the same."""
 
+import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fastjax.train.metrics import read_metrics
@@ -67,3 +69,40 @@ def test_the_same_seed_gives_the_same_bytes_twice(server, settings, tmp_path):
     code, output = server.run({**settings, **COMMON, "method": "qlora", "seed": 1, "output_dir": tmp_path / "third"})
     assert code == 0, output
     assert result(tmp_path / "third") != result(tmp_path / "first")
+
+
+@pytest.mark.parametrize(
+    ("there", "override"),
+    [
+        # The same rows in a micro-batch; then the same rows in a step, cut into other micro-batches.
+        ({"mesh": "data=2", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}, None),
+        pytest.param(
+            {"mesh": "data=2", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1},
+            "mesh,gradient_accumulation_steps",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_run_goes_on_with_another_number_of_devices(server, settings, tmp_path, there, override):
+    from safetensors.numpy import load_file
+
+    here = {**settings, "max_steps": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    code, output = server.run({**here, "output_dir": tmp_path / "whole"})
+    assert code == 0, output
+    folder = tmp_path / "moved"
+    running = server.start({**here, "output_dir": folder})
+    while not any(line["step"] >= 3 for line in read_metrics(folder / "metrics.jsonl")):
+        time.sleep(0.002)
+    running.kill(signal.SIGTERM)
+    assert running.wait() == 143, running.output()
+    flags = {**here, **there, "output_dir": folder, "resume": "auto"}
+    two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    if override is not None:
+        code, output = server.run(flags, environment=two)
+        assert code == 2 and f"--resume_override {','.join(sorted(override.split(',')))}" in output, output
+    code, output = server.run({**flags, "resume_override": override}, environment=two)
+    assert code == 0 and "going on from" in output, output
+    name = "adapter/adapter_model.safetensors"
+    ours, theirs = load_file(folder / name), load_file(tmp_path / "whole" / name)
+    for key in theirs:
+        np.testing.assert_allclose(ours[key], theirs[key], atol=1e-5, err_msg=key)

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 from flax import nnx
 
 from fastjax.errors import UserError
-from fastjax.train import files, state
+from fastjax.train import files, manifest, state
 from fastjax.train.mesh import make_mesh, replicated
 from fastjax.train.optim import make_optimizer
 from fastjax.train.state import CheckpointStore, TrainState
@@ -176,6 +177,87 @@ def test_a_full_disk_is_an_os_error_with_the_path_and_leaves_the_older_ones(tmp_
     lines = [line for line in done.stdout.splitlines() if line.startswith(("REFUSED", "LEFT"))]
     assert lines[1:] == ["LEFT 0 True"], done.stderr
     assert lines[0].startswith("REFUSED 7 28 ") and "checkpoints" in lines[0]
+
+
+def test_a_save_goes_on_while_its_buffers_are_donated_and_is_there_after_waiting(tmp_path):
+    store = CheckpointStore(tmp_path)
+    tree = {"w": jnp.arange(1 << 20, dtype=jnp.float32)}
+    opt_state = OPTIMIZER.init(tree)
+    expected = np.array(tree["w"])
+    path = store.begin(TrainState(tree, opt_state, jax.random.key(3), 1, {}), FINGERPRINT)
+    # The next step writes into the same memory, as often as the save takes.
+    for _ in range(20):
+        tree, opt_state = step(tree, opt_state)
+    assert not np.array_equal(tree["w"], expected)
+    store.wait()
+    assert state.damage(path) is None
+    back = state.restore(path, TrainState(tree, opt_state, jax.random.key(0), 0, {}), FINGERPRINT)
+    np.testing.assert_array_equal(back.trainable["w"], expected)
+
+
+def test_a_save_that_fails_in_the_background_is_reported_at_the_next_look_and_once(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    failed = threading.Event()
+
+    def full_disk(path):
+        failed.set()
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sha256", full_disk)
+        store.begin(fresh(), FINGERPRINT)
+        assert failed.wait(60)
+        store._saving._thread.join()
+        with pytest.raises(OSError, match="No space left"):
+            store.check()
+    store.check()
+    store.wait()
+    assert list(tmp_path.iterdir()) == []
+    store.save(fresh(), FINGERPRINT)
+    assert store.steps() == [0]
+
+
+def test_an_abandoned_save_leaves_nothing(tmp_path, monkeypatch):
+    store, go_on = CheckpointStore(tmp_path), threading.Event()
+    real = files.sha256
+    monkeypatch.setattr(files, "sha256", lambda path: go_on.wait(60) and real(path))
+    store.begin(fresh(), FINGERPRINT)
+    thread = store._saving._thread
+    store.abandon()
+    go_on.set()
+    thread.join()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_best_checkpoint_stays_whatever_its_age(tmp_path):
+    store = CheckpointStore(tmp_path, save_total_limit=2)
+    for number, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 5), (6, 5)):
+        store.best = best
+        store.save(TrainState(**{**vars(fresh()), "step": number}), FINGERPRINT)
+    assert store.steps() == [5, 6]
+    store.best = 5
+    for number in (7, 8):
+        store.save(TrainState(**{**vars(fresh()), "step": number}), FINGERPRINT)
+    assert store.steps() == [5, 8]
+
+
+def test_settings_that_may_be_overridden_are_and_the_message_says_how(tmp_path):
+    path = CheckpointStore(tmp_path).save(fresh(), {**FINGERPRINT, "learning_rate": 1.0})
+    now = {**FINGERPRINT, "learning_rate": 2.0}
+    with pytest.raises(UserError, match="learning_rate was 1.0 and is now 2.0.*--resume_override learning_rate"):
+        state.restore(path, fresh(), now)
+    assert state.restore(path, fresh(), now, override=("learning_rate",)).step == 0
+    with pytest.raises(UserError, match="seed was 3 and is now 4") as error:
+        state.restore(path, fresh(), {**now, "seed": 4}, override=("learning_rate",))
+    assert "resume_override" not in str(error.value) and "learning_rate" not in str(error.value)
+
+
+def test_a_checkpoint_of_another_release_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "FORMAT", 1)
+        path = CheckpointStore(tmp_path).save(fresh(), FINGERPRINT)
+    with pytest.raises(UserError, match="has format 1, and this release reads format 2"):
+        state.restore(path, fresh(), FINGERPRINT)
 
 
 def test_other_settings_are_named(tmp_path):
