@@ -13,7 +13,9 @@ import fastjax.kernels.attention
 from benchmarks.gpu_timing import kernel_times
 from fastjax.kernels.attention.blocks import DIRECTIONS, Tiles
 from fastjax.kernels.attention.options import Options
-from fastjax.kernels.attention.pallas_triton_backward import delta_pallas, dkey_dvalue_pallas, dquery_pallas
+from fastjax.kernels.attention.pallas_triton_backward import delta_pallas
+from fastjax.kernels.attention.pallas_triton_dkey_dvalue import dkey_dvalue_pallas
+from fastjax.kernels.attention.pallas_triton_dquery import dquery_pallas
 from fastjax.kernels.attention.pallas_triton_forward import forward_pallas
 from fastjax.kernels.attention.tuned import TUNED
 

@@ -18,7 +18,7 @@ from fastjax.kernels.attention.options import Options
 from fastjax.kernels.attention.pallas_triton_backward import backward_pallas, delta_pallas
 from fastjax.kernels.attention.pallas_triton_decode import decode_pallas
 from fastjax.kernels.attention.pallas_triton_forward import forward_pallas
-from fastjax.kernels.attention.pallas_triton_parts import mask_arrays
+from fastjax.kernels.attention.pallas_triton_masks import mask_arrays
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def attention_pallas(
     tile_bounds: jax.Array | None = None,
     kv_lengths: jax.Array | None = None,
     seeds: jax.Array | None = None,
-    layer: jax.Array | None = None,
+    layer: jax.Array | int | None = None,
     return_lse: bool = False,
     plan: Plan | None = None,
     interpret: bool = False,

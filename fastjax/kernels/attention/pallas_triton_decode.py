@@ -15,17 +15,21 @@ from jax.experimental.pallas import triton as plgpu
 from fastjax.kernels.attention.blocks import DecodeTiles
 from fastjax.kernels.attention.options import Options
 from fastjax.kernels.attention.pallas_triton_forward import layered_key_spec
+from fastjax.kernels.attention.pallas_triton_masks import (
+    key_limit,
+    layer_index,
+    mask_specs,
+    pair_mask,
+    query_positions,
+)
 from fastjax.kernels.attention.pallas_triton_parts import (
     LOG2_E,
     Call,
     capped,
-    key_limit,
-    keys_to_visit,
-    layer_index,
     load_rows,
-    mask_specs,
-    pair_mask,
-    query_positions,
+)
+from fastjax.kernels.attention.pallas_triton_visits import (
+    keys_to_visit,
 )
 
 

@@ -21,24 +21,28 @@ from jax.experimental.pallas import triton as plgpu
 
 from fastjax.kernels.attention.blocks import Tiles
 from fastjax.kernels.attention.options import Options
-from fastjax.kernels.attention.pallas_triton_parts import (
-    LOG2_E,
-    Call,
-    capped,
+from fastjax.kernels.attention.pallas_triton_masks import (
     dropped,
-    head_sections,
     key_bits,
     key_limit,
-    keys_to_visit,
     layer_index,
-    load_rows,
     load_segments,
     mask_specs,
     needs_mask,
     pair_mask,
     query_bits,
     query_positions,
+)
+from fastjax.kernels.attention.pallas_triton_parts import (
+    LOG2_E,
+    Call,
+    capped,
+    head_sections,
+    load_rows,
     store_rows,
+)
+from fastjax.kernels.attention.pallas_triton_visits import (
+    keys_to_visit,
 )
 
 
@@ -76,8 +80,8 @@ def _forward_kernel(query_ref, key_ref, value_ref, refs, out_ref, lse_ref, *, ca
         weights = call.exp2(call.multiply_add(scores, call.exponent_scale, -finite[:, None]))
         correction = call.exp2(maximum - finite)
         total = total * correction + jnp.sum(weights, axis=1)
-        if of_queries is not None:
-            of_keys = key_bits(call, refs, 0, index)
+        of_keys = key_bits(call, refs, 0, index)
+        if of_queries is not None and of_keys is not None:
             weights = dropped(call, weights, of_queries[:, None], of_keys[None, :])
         value = load_rows(value_ref, tile_rows, call, index < limit if masked else None)
         acc = acc * correction[:, None] + call.dot(weights.astype(value.dtype), value)

@@ -1,6 +1,5 @@
 """Attention under a mesh: every device computes the rows and heads that lie on it."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -60,14 +59,16 @@ def sharded_attention(
     if implementation is None and triton_reason(bool(interpret)) is None:
         implementation = "pallas_triton"
     seeds = dropout_seeds(rng, batch, num_heads) if dropout_rate > 0.0 and rng is not None else None
-    run = partial(
-        _run,
-        dropout_rate=dropout_rate,
-        return_lse=return_lse,
-        implementation=implementation,
-        interpret=interpret,
-        **settings,
-    )
+    settings |= {
+        "dropout_rate": dropout_rate,
+        "return_lse": return_lse,
+        "implementation": implementation,
+        "interpret": interpret,
+    }
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array, given: dict[str, Any]) -> Any:
+        return attention(query, key, value, **given, **settings)
+
     arrays = {
         "segment_ids": (segment_ids, P(rows, None)),
         "positions": (positions, P(rows if positions is not None and positions.shape[0] == batch else None, None)),
@@ -84,7 +85,3 @@ def sharded_attention(
         run, mesh=mesh, in_specs=(of_heads, of_heads, of_heads, specs), out_specs=out_specs, check_vma=False
     )
     return mapped(query, key, value, given)
-
-
-def _run(query: jax.Array, key: jax.Array, value: jax.Array, given: dict[str, jax.Array], **settings: Any) -> Any:
-    return attention(query, key, value, **given, **settings)

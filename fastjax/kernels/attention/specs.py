@@ -22,16 +22,14 @@ HEADS: dict[str, tuple[int, int, int]] = {
 }
 
 
-def forward(query, key, value, dout, arrays, **settings) -> jax.Array:
+def forward(query, key, value, dout, arrays: dict[str, Any], **settings: Any) -> Any:
     del dout
     return attention(query, key, value, **arrays, implementation="pallas_triton", **settings)
 
 
-def forward_and_gradients(query, key, value, dout, arrays, **settings) -> Any:
+def forward_and_gradients(query, key, value, dout, arrays: dict[str, Any], **settings: Any) -> Any:
     """(out, (dquery, dkey, dvalue))."""
-    out, vjp = jax.vjp(
-        lambda *x: attention(*x, **arrays, implementation="pallas_triton", **settings), query, key, value
-    )
+    out, vjp = jax.vjp(lambda q, k, v: forward(q, k, v, dout, arrays, **settings), query, key, value)
     return out, vjp(dout)
 
 
