@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fastjax.train.data import load_dataset, prompt_ids
+from fastjax.train.data import PackedRows, load_dataset, prompt_ids, train_batches
 
 pytestmark = pytest.mark.slow
 
@@ -55,3 +55,30 @@ def test_gsm8k_questions_are_all_accounted_for(smollm2, tmp_path):
         messages = json.loads(line)["messages"]
         assert row.input_ids.tolist() == smollm2.apply_chat_template(messages, return_dict=False)
         assert smollm2.decode(row.input_ids[row.loss_mask]) == messages[1]["content"] + "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "rows"),
+    [
+        ("gsm8k/train.jsonl", {"instruction": "question", "output": "answer"}, 7473),
+        ("gsm8k/test.jsonl", {"prompt": "question", "completion": "answer"}, 1319),
+        ("alpaca/alpaca_5000.json", None, 5000),
+    ],
+)
+def test_every_row_of_whole_data_sets_is_accounted_for_packed_and_not(smollm2, name, columns, rows):
+    source = ROOT.parent / "shared" / "data" / name
+    if not source.is_file():
+        pytest.skip(f"{name} is not beside this checkout")
+    dataset = load_dataset(source, smollm2, max_seq_length=256, vocab_size=49152, columns=columns)
+    report = dataset.report
+    assert report.rows_read == rows == sum(report.forms.values())
+    assert report.rows_read == report.rows_used + sum(report.dropped.values())
+    assert set(report.dropped) <= {"with no target left after truncation"}
+    packed = PackedRows(dataset, 256, seed=1)
+    with train_batches(packed, batch_size=8, seed=1, num_epochs=1) as batches:
+        tokens = targets = 0
+        for batch in batches:
+            tokens += int((batch["segment_ids"] > 0).sum())
+            targets += int(batch["loss_mask"].sum())
+    assert (tokens, targets) == (report.num_tokens, report.num_targets)
+    assert packed.report.packing_fill > 0.8
