@@ -17,6 +17,8 @@ from fastjax.train import files
 from fastjax.train.manifest import MANIFEST, write_manifest
 
 ARRAYS = "arrays"
+# Orbax gives up after ten minutes of the wall clock, which may jump, and a slow disk may need longer.
+_NEVER_S = 10**9
 
 
 class Abandoned(Exception):
@@ -69,7 +71,11 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            self._write()
+            try:
+                self._write()
+            except TimeoutError:
+                # Orbax counts its time by the wall clock: it has jumped, and does not jump at every try.
+                self._write()
             self._then()
         except Abandoned:
             pass
@@ -85,7 +91,11 @@ class Saving:
         self.final.parent.mkdir(parents=True, exist_ok=True)
         files.check_room(self.final.parent, sum(array.nbytes for array in self._arrays.values()))
         with replace_folder(self.final, overwrite=True, ours=(ARRAYS, MANIFEST)) as temporary:
-            with _disk_errors(self.final), ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            options = ocp.AsyncOptions(timeout_secs=_NEVER_S)
+            with (
+                _disk_errors(self.final),
+                ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), async_options=options) as checkpointer,
+            ):
                 checkpointer.save((temporary / ARRAYS).absolute(), args=ocp.args.StandardSave(dict(self._arrays)))
                 self._copied.set()
                 checkpointer.wait_until_finished()

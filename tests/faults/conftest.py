@@ -35,6 +35,13 @@ class Running:
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
 
+    def until(self, condition: Callable[[], Any]) -> None:
+        """Returns once the condition holds; fails if the command ends before that."""
+        while not condition():
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            assert state != "Z", f"it ended too early: {self.output()}"
+            time.sleep(0.001)
+
     def wait(self) -> int:
         """Its exit code, or minus the signal that ended it."""
         return self.server.ask({"wait": self.pid})["code"]

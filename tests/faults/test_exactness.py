@@ -1,7 +1,7 @@
 """Run 12 steps, or be killed after 5 and after 9 and go on: the same bytes, for every method; and twice the same."""
 
 import signal
-import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,10 @@ LONG = {
 CASES = [*SHORT.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG.items())]
 
 
+def has_reached(folder: Path, step: int) -> bool:
+    return any(line["step"] >= step for line in read_metrics(folder / "metrics.jsonl"))
+
+
 def result(folder: Path) -> dict[str, bytes]:
     """Every file of what the run leaves for use."""
     return {
@@ -51,8 +55,7 @@ def test_a_run_killed_twice_ends_in_the_bytes_of_one_that_was_not(server, settin
     folder = tmp_path / "killed"
     for stop in (5, 9):
         running = server.start({**flags, "output_dir": folder, "resume": "auto"})
-        while not any(line["step"] >= stop for line in read_metrics(folder / "metrics.jsonl")):
-            time.sleep(0.002)
+        running.until(partial(has_reached, folder, stop))
         running.kill()
         assert running.wait() == -9, running.output()
     code, output = server.run({**flags, "output_dir": folder, "resume": "auto"})
@@ -91,8 +94,7 @@ def test_a_run_goes_on_with_another_number_of_devices(server, settings, tmp_path
     assert code == 0, output
     folder = tmp_path / "moved"
     running = server.start({**here, "output_dir": folder})
-    while not any(line["step"] >= 3 for line in read_metrics(folder / "metrics.jsonl")):
-        time.sleep(0.002)
+    running.until(partial(has_reached, folder, 3))
     running.kill(signal.SIGTERM)
     assert running.wait() == 143, running.output()
     flags = {**here, **there, "output_dir": folder, "resume": "auto"}

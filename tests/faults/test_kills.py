@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,10 @@ def metrics(folder: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 
 
-def wait_for_a_save(folder: Path, running, after: set[str]) -> None:
-    """Returns when a checkpoint that was not there before is being written, or the process has ended."""
-    while Path(f"/proc/{running.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        if any(name.endswith(".tmp") for name in names - after):
-            return
-        time.sleep(0.001)
+def is_saving(folder: Path, before: set[str]) -> bool:
+    """Whether a checkpoint is being written that was not there before."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return any(name.endswith(".tmp") for name in names - before)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,8 @@ def test_killed_runs_lose_nothing_and_end_in_the_same_bytes(server, settings, wh
             if done < kills:
                 # Half of them while a checkpoint is being written, half at any moment of a run's life.
                 if done % 2:
-                    wait_for_a_save(store.folder, running, before)
+                    with contextlib.suppress(AssertionError):
+                        running.until(partial(is_saving, store.folder, before))
                     time.sleep(draw.uniform(0, 0.08))
                 else:
                     time.sleep(draw.uniform(0, seconds))
@@ -87,11 +86,9 @@ def test_killed_runs_lose_nothing_and_end_in_the_same_bytes(server, settings, wh
 
 def test_a_second_interrupt_stops_at_once(server, settings, tmp_path):
     running = server.start({**settings, "output_dir": tmp_path / "run", "max_steps": 5000, "save_steps": 5000})
-    while not (tmp_path / "run" / "metrics.jsonl").exists():
-        time.sleep(0.01)
+    running.until((tmp_path / "run" / "metrics.jsonl").exists)
     running.kill(signal.SIGINT)
-    while "press Ctrl-C to stop at once" not in running.output():
-        time.sleep(0.001)
+    running.until(lambda: "press Ctrl-C to stop at once" in running.output())
     with contextlib.suppress(ProcessLookupError):
         running.kill(signal.SIGINT)
     assert running.wait() == 130

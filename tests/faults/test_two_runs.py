@@ -1,13 +1,10 @@
 """Two commands that want one folder: the second is told who has it, and the first does not notice."""
 
-import time
-
 
 def test_the_second_of_two_runs_is_refused_and_the_first_ends_well(server, settings, tmp_path):
     flags = {**settings, "output_dir": tmp_path / "run", "max_steps": 60}
     first = server.start(flags)
-    while not (tmp_path / "run" / "metrics.jsonl").exists():
-        time.sleep(0.01)
+    first.until((tmp_path / "run" / "metrics.jsonl").exists)
     for more in ({}, {"resume": "auto"}, {"overwrite_output_dir": True}):
         second = server.start({**flags, **more})
         assert second.wait() == 2, second.output()
