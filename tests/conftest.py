@@ -258,3 +258,47 @@ def rows_file(rows, tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("data") / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+@pytest.fixture(scope="session")
+def with_adapter():
+    """with_adapter(hf_model, adapter): the PeftModel of an adapter's folder, without dropout; `unload` takes it off."""
+
+    def load(hf_model: Any, adapter: Path) -> Any:
+        import torch
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(hf_model, adapter).train(hf_model.training)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.eval()
+        return model
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def peft_loss(with_adapter):
+    """peft_loss(hf_model, adapter, rows): the mean loss of the answers' tokens, as transformers and PEFT compute it."""
+
+    def compute(hf_model: Any, adapter: Path, rows: list[dict]) -> float:
+        import torch
+        from transformers import PreTrainedTokenizerFast
+
+        model = with_adapter(hf_model, adapter)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(adapter)
+        total, count = 0.0, 0
+        for row in rows:
+            text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+            prompt = tokenizer.apply_chat_template(row["messages"][:1], tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text.rstrip("\n"))["input_ids"]
+            start = len(tokenizer(prompt)["input_ids"])
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0].double()
+            targets = torch.tensor(ids[start:])
+            total += torch.nn.functional.cross_entropy(logits[start - 1 : -1], targets, reduction="sum").item()
+            count += len(targets)
+        model.unload()
+        return total / count
+
+    return compute

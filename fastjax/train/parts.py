@@ -119,13 +119,19 @@ def load_base(
     return model
 
 
-def base_quantization_of(config: TrainConfig, base: Base, given: frozenset[str] = frozenset()) -> "QuantConfig | None":
-    """How a run quantises its base while it loads; None leaves it as it is on disk.
+def quantization_settings(
+    config: TrainConfig, base: Base, given: frozenset[str] = frozenset()
+) -> "tuple[TrainConfig, QuantConfig | None]":
+    """The run's settings with what its base or its adapter says of 4-bit weights, and how the base is quantised.
+
+    A base that is 4-bit on disk stays as it is, and an adapter goes on over a base like the one it was trained over.
 
     Args:
-      given: names of the settings that the user gave.
-    Raises: UserError for a 4-bit base with another method than qlora, or settings that contradict it.
+      given: names of the settings that the user gave: one that differs is refused rather than ignored.
+    Returns: (config, None) where nothing is quantised while it loads.
+    Raises: UserError for a 4-bit base with another method than qlora, or settings that contradict it or the adapter.
     """
+    from fastjax.models.peft_io import base_quantization
     from fastjax.models.quant_config import QuantConfig
 
     on_disk = base.checkpoint.quantization
@@ -135,19 +141,24 @@ def base_quantization_of(config: TrainConfig, base: Base, given: frozenset[str] 
                 f"method={config.method} trains over 16-bit weights, and {config.model} holds 4-bit ones; use "
                 "method=qlora, or give the 16-bit model"
             )
-        return None
-    wanted = QuantConfig(
-        config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.llm_int8_skip_modules or ()
-    )
-    if on_disk is None:
-        return wanted
-    for name, have in zip(
-        QUANT_SETTINGS, (on_disk.quant_type, on_disk.double_quant, on_disk.skip_modules), strict=True
-    ):
-        value = getattr(config, name)
-        if name in given and value != have:
-            raise UserError(f"{name}={value!r}, and {config.model} is 4-bit already, with {have!r}; leave {name} out")
-    return None
+        return config, None
+    have, whose = on_disk, f"{config.model} is 4-bit already, with"
+    if have is None and config.adapter is not None:
+        have, whose = (
+            base_quantization(adapter_folder(config.adapter)),
+            f"the adapter in {config.adapter} was trained over a base with",
+        )
+    if have is not None:
+        own = dict(zip(QUANT_SETTINGS, (have.quant_type, have.double_quant, have.skip_modules or None), strict=True))
+        for name, theirs in own.items():
+            value = getattr(config, name)
+            if value is not None and value != theirs and (name in given or value != default_of(name)):
+                raise UserError(f"{name}={value!r}, and {whose} {theirs!r}; leave {name} out")
+        config = replace(config, **own)
+    if on_disk is not None:
+        return config, None
+    skipped = config.llm_int8_skip_modules or ()
+    return config, QuantConfig(config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, skipped)
 
 
 def lora_settings(config: TrainConfig, given: frozenset[str] = frozenset()) -> tuple[TrainConfig, "LoraConfig | None"]:

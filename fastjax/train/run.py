@@ -29,10 +29,10 @@ from fastjax.train.metrics import check_writer
 from fastjax.train.parts import (
     Base,
     answer,
-    base_quantization_of,
     check_targets,
     lora_settings,
     open_base,
+    quantization_settings,
 )
 from fastjax.train.result import TrainResult
 from fastjax.train.rows import set_chat_template, training_rows
@@ -124,7 +124,7 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = pri
     set_chat_template(base, config)
     if config.sample_prompt is not None:
         prompt_ids(base.tokenizer, config.sample_prompt, chat=bool(base.tokenizer.chat_template))
-    quantization = base_quantization_of(config, base, given)
+    config, quantization = quantization_settings(config, base, given)
     rows, eval_rows = training_rows(config.data, config.eval_data, config, base)
     note_slow_dtype(config.dtype, given)
     model = load_model(base.checkpoint, config.dtype, mesh, quantization=quantization)

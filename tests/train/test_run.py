@@ -42,27 +42,6 @@ def finished(common, tmp_path_factory) -> tuple[Path, dict]:
     return output, json.loads(stdout.getvalue())
 
 
-def peft_loss(model_folder: Path, adapter: Path, rows: list[dict]) -> float:
-    """The mean loss of the answers' tokens, as transformers and PEFT compute it."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), adapter)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(adapter)
-    total, count = 0.0, 0
-    for row in rows:
-        text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
-        prompt = tokenizer.apply_chat_template(row["messages"][:1], tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text.rstrip("\n"))["input_ids"]
-        start = len(tokenizer(prompt)["input_ids"])
-        with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0].double()
-        losses = torch.nn.functional.cross_entropy(logits[start - 1 : -1], torch.tensor(ids[start:]), reduction="none")
-        total, count = total + losses.sum().item(), count + len(losses)
-    return total / count
-
-
 def test_the_result_is_one_json_object(finished):
     output, result = finished
     assert result["step"] == 4 and result["saved"] == str(output / "adapter")
@@ -70,9 +49,12 @@ def test_the_result_is_one_json_object(finished):
     assert (output / "adapter" / "chat_template.jinja").is_file()
 
 
-def test_the_loss_equals_what_peft_computes_for_the_saved_adapter(finished, model_folder, rows):
+def test_the_loss_equals_what_peft_computes_for_the_saved_adapter(finished, model_folder, rows, peft_loss):
+    from transformers import AutoModelForCausalLM
+
     output, result = finished
-    assert result["eval_loss"] == pytest.approx(peft_loss(model_folder, output / "adapter", rows), abs=1e-5)
+    expected = peft_loss(AutoModelForCausalLM.from_pretrained(model_folder), output / "adapter", rows)
+    assert result["eval_loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_evaluate_prints_the_same_loss_for_the_saved_adapter(finished, common, capsys):
@@ -143,7 +125,8 @@ def test_a_finished_run_that_is_resumed_says_so_and_is_left_as_it_is(finished, c
 def test_the_python_face_reports_on_both_sets_of_rows_too(finished, common):
     from fastjax.models.checkpoint.load import load_model
     from fastjax.models.peft_io import load_adapter
-    from fastjax.train.parts import load_rows, open_base
+    from fastjax.train.parts import open_base
+    from fastjax.train.rows import load_rows
     from fastjax.train.run import train_model
 
     output, _ = finished

@@ -14,7 +14,7 @@ from fastjax.models.quant_config import QuantConfig
 from fastjax.models.remat import AUTO, POLICIES, RematPlan, parse_plan
 from fastjax.train.config import TrainConfig
 from fastjax.train.mesh import AXES
-from fastjax.train.parts import base_quantization_of, lora_settings, open_base
+from fastjax.train.parts import lora_settings, open_base, quantization_settings
 from fastjax.train.plan.abstract import AbstractRun, abstract_batch
 from fastjax.train.plan.choose import Choice, Workload, choose_plan, workspace_guess
 from fastjax.train.plan.costs import kept_bytes, recomputed_flop, step_flop
@@ -192,7 +192,8 @@ def _model(config: Any, given: frozenset[str]) -> tuple[ModelConfig, QuantConfig
             )
         return model, quantization, lora_settings(config, given)[1]
     base = open_base(config.model, config.adapter)
-    quantization = base_quantization_of(config, base, given) or base.checkpoint.quantization
+    config, quantization = quantization_settings(config, base, given)
+    quantization = quantization or base.checkpoint.quantization
     return base.config, quantization, lora_settings(config, given)[1]
 
 
