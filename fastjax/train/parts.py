@@ -149,7 +149,9 @@ def quantization_settings(
             f"the adapter in {config.adapter} was trained over a base with",
         )
     if have is not None:
-        own = dict(zip(QUANT_SETTINGS, (have.quant_type, have.double_quant, have.skip_modules or None), strict=True))
+        own: dict[str, Any] = dict(
+            zip(QUANT_SETTINGS, (have.quant_type, have.double_quant, have.skip_modules or None), strict=True)
+        )
         for name, theirs in own.items():
             value = getattr(config, name)
             if value is not None and value != theirs and (name in given or value != default_of(name)):

@@ -111,7 +111,8 @@ def _detached(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     Orbax copies an accelerator's arrays to the host before `save` returns. On a CPU its copy is a view of the buffer
     that the next step is given.
     """
-    on_cpu = all(device.platform == "cpu" for array in arrays.values() for device in array.sharding.device_set)
+    devices: set[Any] = {device for array in arrays.values() for device in array.sharding.device_set}
+    on_cpu = all(device.platform == "cpu" for device in devices)
     if not on_cpu:
         return dict(arrays)
     return jax.block_until_ready({name: array.copy() for name, array in arrays.items()})

@@ -16,12 +16,13 @@ KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "numpy", "fastjax"} | sys.stdlib_modul
 ROOM_MAY_IMPORT = {
     "kernels": {"kernels", "errors"},
     "models": {"kernels", "models", "errors"},
-    "train": {"kernels", "models", "train", "errors", "settings", "devices", "cli"},
+    "train": {"kernels", "models", "train", "errors", "settings", "devices", "cli", "gpu_targets"},
 }
 LOW = {
     "errors.py": set(),
     "settings.py": {"errors"},
     "devices.py": {"errors"},
+    "gpu_targets.py": set(),
     "cli.py": {"errors", "settings", "devices"},
 }
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from fastjax.train import loop
+from fastjax.train import steps
 from fastjax.train.__main__ import main as train
 from fastjax.train.best import Best, best_of
 from fastjax.train.evaluate import EvalResult
@@ -36,14 +36,14 @@ def run(model_folder, rows_file, tmp_path, monkeypatch, capsys):
             return EvalResult(scripted[int(number[-1])], 5)
 
         number = []
-        owes = loop._Run._owes_evaluation
+        owes = steps.Run._owes_evaluation
 
         def noted(self):
             number.append(self.step)
             return owes(self)
 
-        monkeypatch.setattr(loop, "evaluate", evaluate)
-        monkeypatch.setattr(loop._Run, "_owes_evaluation", noted)
+        monkeypatch.setattr(steps, "evaluate", evaluate)
+        monkeypatch.setattr(steps.Run, "_owes_evaluation", noted)
         settings = {
             "model": model_folder, "data": rows_file, "method": "lora", "dtype": "float32", "max_seq_length": 64,
             "lora_r": 2, "target_modules": "q_proj", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1,

@@ -155,7 +155,7 @@ class XlaRuntimeError(RuntimeError):
     [
         (UserError("mend me"), 2, ["error: mend me"]),
         (DeviceMemoryError("too big"), 3, ["error: too big"]),
-        (XlaRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes"), 3, ["method=qlora", "max_seq_length"]),
+        (XlaRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99"), 3, ["method=qlora", "max_seq_length"]),
         (NumericsError("loss is nan"), 4, ["error: loss is nan"]),
         (Interrupted("state saved", 15), 143, ["error: state saved"]),
         (KeyboardInterrupt(), 130, ["error: interrupted"]),

@@ -16,7 +16,7 @@ from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import CausalLM
 from fastjax.models.layers import LoraParam
 from fastjax.models.lora import LoraConfig, apply_lora
-from fastjax.train import loop
+from fastjax.train import steps
 from fastjax.train.config import TrainConfig
 from fastjax.train.data import DataReport, TokenisedDataset
 from fastjax.train.data.tokenise import TokenRow
@@ -90,7 +90,7 @@ def signal_at(monkeypatch, number, call):
             os.kill(os.getpid(), number)
         return put(batch, mesh)
 
-    monkeypatch.setattr(loop, "put_batch", counted)
+    monkeypatch.setattr(steps, "put_batch", counted)
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +291,7 @@ def test_a_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkey
 
         return call
 
-    monkeypatch.setattr(loop, "make_train_step", poisoned)
+    monkeypatch.setattr(steps, "make_train_step", poisoned)
     with pytest.raises(NumericsError, match=r"step 3: loss nan.*\n?.*checkpoints/2\n") as stopped:
         run.train()
     assert stopped.value.exit_code == 4

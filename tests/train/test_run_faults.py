@@ -62,7 +62,7 @@ def test_a_signal_in_the_last_evaluation_interrupts_and_a_resume_evaluates(tmp_p
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_an_evaluation_that_is_not_finite_ends_the_run_and_names_the_last_good_checkpoint(tmp_path, monkeypatch, loss):
-    monkeypatch.setattr(loop, "evaluate", lambda *args, **kwargs: EvalResult(loss, 8))
+    monkeypatch.setattr(steps, "evaluate", lambda *args, **kwargs: EvalResult(loss, 8))
     with pytest.raises(NumericsError, match=f"step 2: eval_loss {loss}.*checkpoints/1\n") as stopped:
         trainer(tmp_path / "run").train()
     assert stopped.value.exit_code == 4
@@ -105,7 +105,7 @@ def poison(monkeypatch, *bad_steps):
 
         return call
 
-    monkeypatch.setattr(loop, "make_train_step", poisoned)
+    monkeypatch.setattr(steps, "make_train_step", poisoned)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted_if_that_is_wanted(tmp_path, monkeypatch, capsys):
@@ -147,7 +147,7 @@ def test_memory_that_is_not_enough_is_told_with_what_this_run_can_do(tmp_path, m
     def full(*args, **kwargs):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 999 bytes")
 
-    monkeypatch.setattr(loop, "make_train_step", lambda *args, **kwargs: full)
+    monkeypatch.setattr(steps, "make_train_step", lambda *args, **kwargs: full)
     with pytest.raises(DeviceMemoryError, match="allocating 999 bytes\n.*per_device_train_batch_size 1") as stopped:
         trainer(tmp_path / "run", method="lora").train()
     assert stopped.value.exit_code == 3

@@ -17,9 +17,8 @@ Decoding: a byte, two weights, is looked up in shared memory, where each lane ha
 that no two lanes meet in a bank.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -32,144 +31,19 @@ from fastjax.kernels.nf4.reference import decode_absmax
 from fastjax.kernels.nf4.tables import BLOCK_SIZE, CODES, NESTED_BLOCK_SIZE
 from fastjax.kernels.nf4.weight import QuantizedWeight
 from fastjax.kernels.quant_matmul.blocks import FewRowsTiles
+from fastjax.kernels.quant_matmul.pallas_triton_warp import (
+    Asm,
+    Lanes,
+    adapter_product,
+    asm_call,
+    make_lanes,
+    product,
+    product_interpreted,
+)
 
 _WORDS = BLOCK_SIZE // 8
 _ROWS = 16
 _COLUMNS = 8
-_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-
-
-class _Lanes(NamedTuple):
-    """Where each element of a flat array belongs, int32 arrays: see the module's docstring."""
-
-    group: jax.Array
-    warp: jax.Array
-    g: jax.Array
-    t: jax.Array
-    half: jax.Array
-    side: jax.Array
-    j: jax.Array
-
-
-def _lanes(num_warps: int, groups: int) -> _Lanes:
-    # Quotients and remainders of a range, which Triton's analysis of contiguous addresses understands.
-    e = jnp.arange(128 * num_warps * groups)
-    return _Lanes(
-        group=jax.lax.div(e, 128 * num_warps),
-        warp=jax.lax.rem(jax.lax.div(e, 128), num_warps),
-        g=jax.lax.rem(jax.lax.div(e, 16), 8),
-        t=jax.lax.rem(jax.lax.div(e, 4), 4),
-        half=jax.lax.rem(jax.lax.div(e, 2), 2),
-        side=jax.lax.rem(e, 2),
-        j=jax.lax.rem(e, 4),
-    )
-
-
-class _Asm:
-    """PTX of one thread, line by line."""
-
-    def __init__(self):
-        self.lines: list[str] = []
-        self.num_registers = {"b32": 0, "f32": 0}
-
-    def new(self, kind: str = "b32") -> str:
-        self.num_registers[kind] += 1
-        return f"{kind[0]}{self.num_registers[kind] - 1}"
-
-    def emit(self, operation: str, *sources: str, kind: str = "b32") -> str:
-        """Appends an instruction; the new register that it writes."""
-        result = self.new(kind)
-        self.lines.append(f"{operation} {result}, {', '.join(sources)};")
-        return result
-
-    def mma(self, a: list[str], b: list[str], c: list[str]) -> list[str]:
-        """The four registers of a . b + c."""
-        result = [self.new("f32") for _ in range(4)]
-        groups = ", ".join("{" + ", ".join(registers) + "}" for registers in (result, a, b, c))
-        self.lines.append(f"{_MMA} {groups};")
-        return result
-
-    def text(self) -> str:
-        declared = [f".reg .{kind} {kind[0]}<{num}>;" for kind, num in self.num_registers.items() if num]
-        return "\n".join(["{", *declared, *self.lines, "}"])
-
-
-def _decode(asm: _Asm, word: str, lane_offset: str) -> list[str]:
-    """The word's eight weights as bfloat16 pairs, from this lane's column of the table in shared memory."""
-    pairs = []
-    for shift in ("shl.b32 7", "shr.u32 1", "shr.u32 9", "shr.u32 17"):
-        operation, places = shift.split()
-        shifted = asm.emit(operation, word, places)
-        # (shifted & mask) | offset
-        place = asm.emit("lop3.b32", shifted, "0x7f80", lane_offset, "0xea")
-        pairs.append(asm.emit("ld.shared.b32", f"[{asm.emit('add.u32', place, 'pairs')}]"))
-    return pairs
-
-
-def _exchange(asm: _Asm, words: Sequence[str], upper: str) -> list[list[str]]:
-    """From 16 bytes a lane, 64 bytes of a row, to two words a lane of each of its two blocks.
-
-    Lanes t < 2 hold the first block; they keep their words 0 and 1 and give 2 and 3 to lane t + 2, for its 0 and 1.
-    """
-    first, second = [], []
-    for k in range(2):
-        given = asm.emit("selp.b32", words[k], words[k + 2], upper)
-        taken = asm.emit("shfl.sync.bfly.b32", given, "2", "0x1f", "0xffffffff")
-        first.append(asm.emit("selp.b32", taken, words[k], upper))
-        second.append(asm.emit("selp.b32", words[k + 2], taken, upper))
-    return [first, second]
-
-
-@lru_cache
-def _product_asm(groups: int, tile: int, first: int) -> tuple[str, str]:
-    """(PTX, constraints): total + scale * (words . x) over two blocks, from block `first` of the step on.
-
-    Arrays: total (also the result), 2 / groups of words, scales, the table's offset for this lane, and x of a lane's
-    first and second word of either block.
-    """
-    pack = 4 * groups
-    num_words = 2 // groups
-    name = lambda array, i: f"${array * pack + i}"  # noqa: E731
-    asm = _Asm()
-    asm.lines += [".reg .f32 zero;", "mov.f32 zero, 0f00000000;", ".reg .pred upper;"]
-    lane = asm.emit("mov.u32", "%laneid")
-    asm.lines.append(f"setp.ne.u32 upper, {asm.emit('and.b32', lane, '2')}, 0;")
-    asm.lines += [".reg .b32 pairs;", "mov.u32 pairs, nf4_pairs;"]
-    scales, offset = 2 + num_words, name(3 + num_words, 0)
-    sums = [name(1, i) for i in range(pack)]
-    halves = [[name(2 + h // groups, 4 * (h % groups) + k) for k in range(4)] for h in range(2)]
-    row_words = [_exchange(asm, words, "upper") for words in halves]
-    for block in range(2):
-        place = first + block
-        scale = []
-        for half in range(2):
-            register = 2 * half + place // 4 if groups == 1 else 4 * half + 2 * tile + place // 4
-            # From lane t = place mod 4 of the same four.
-            operands = (name(scales, register), str(place % 4), "0x1c1f", "0xffffffff")
-            scale.append(asm.emit("shfl.sync.idx.b32", *operands, kind="f32"))
-        parts = [["zero"] * 4 for _ in range(groups)]
-        for side in range(2):
-            pairs = [_decode(asm, words[block][side], offset) for words in row_words]
-            for pair in (0, 2):
-                a = [pairs[half][pair + k] for k in range(2) for half in range(2)]
-                for group in range(groups):
-                    b = [name(4 + num_words + 2 * block + side, 4 * group + pair + k) for k in range(2)]
-                    parts[group] = asm.mma(a, b, parts[group])
-        for i in range(pack):
-            sums[i] = asm.emit("fma.rn.f32", parts[i // 4][i % 4], scale[i % 4 // 2], sums[i], kind="f32")
-    asm.lines += [f"mov.f32 {name(0, i)}, {sums[i]};" for i in range(pack)]
-    kinds = ["=f", "f", *["r"] * num_words, "f", "r", *["r"] * 4]
-    return asm.text(), ",".join(kind for kind in kinds for _ in range(pack))
-
-
-def _asm_call(text: str, constraints: str, arrays, pack: int, dtype) -> jax.Array:
-    return plgpu.elementwise_inline_asm(
-        text,
-        args=arrays,
-        constraints=constraints,
-        pack=pack,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(arrays[0].shape, dtype)],
-    )[0]
 
 
 def _fill_tables(table_ref, nested_table: jax.Array | None, tiles: FewRowsTiles) -> jax.Array:
@@ -180,7 +54,7 @@ def _fill_tables(table_ref, nested_table: jax.Array | None, tiles: FewRowsTiles)
     size = 128 * tiles.num_warps * tiles.groups
     threads, pack = 32 * tiles.num_warps, 4 * tiles.groups
     declared = []
-    asm = _Asm()
+    asm = Asm()
     thread = asm.emit("mov.u32", "%tid.x")
     values = []
     if nested_table is not None:
@@ -204,7 +78,7 @@ def _fill_tables(table_ref, nested_table: jax.Array | None, tiles: FewRowsTiles)
     asm.lines += [f"mov.u32 ${k}, {offset};" for k in range(pack)]
     kinds = ["=r", *("f" if v.dtype == jnp.float32 else "r" for v in values)]
     constraints = ",".join(kind for kind in kinds for _ in range(pack))
-    return _asm_call("\n".join([*declared, asm.text()]), constraints, values, pack, jnp.int32)
+    return asm_call("\n".join([*declared, asm.text()]), constraints, values, pack, jnp.int32)
 
 
 def _nested_value(code: jax.Array, offset: jax.Array) -> jax.Array:
@@ -215,70 +89,7 @@ mov.u32 place, nf4_nested;
 mad.lo.u32 place, $1, 4, place;
 ld.shared.f32 $0, [place];
 }"""
-    return _asm_call(text, "=f,r,r", [code, offset], 1, jnp.float32)
-
-
-def _bfloat16_halves(words: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32 values of the lower and of the upper half of each uint32."""
-    lower, upper = words << 16, words & jnp.uint32(0xFFFF0000)
-    return jax.lax.bitcast_convert_type(lower, jnp.float32), jax.lax.bitcast_convert_type(upper, jnp.float32)
-
-
-def _product(total, words, scales, offset, xs, table_ref, tiles: FewRowsTiles, tile: int, first: int):
-    """total + scale * (words . x) over two blocks, from block `first` of the step on. Arrays as in `_product_asm`."""
-    text, constraints = _product_asm(tiles.groups, tile, first)
-    return _asm_call(text, constraints, [total, *words, scales, offset, *xs], 4 * tiles.groups, jnp.float32)
-
-
-def _product_interpreted(total, words, scales, offset, xs, table_ref, tiles: FewRowsTiles, tile: int, first: int):
-    """What `_product`'s instructions do, lane by lane."""
-    groups = tiles.groups
-    by_lane = (groups, tiles.num_warps, 8, 4)
-    words = jnp.stack([word.reshape(*by_lane, 4) for word in words]).reshape(2, *by_lane[1:], 4)
-    # [row half, warp, g, block, chunk of 16 bytes, words 0-1 or 2-3, word]: lane t takes chunk t mod 2, words of t / 2.
-    words = words.reshape(2, -1, 8, 2, 2, 2, 2).swapaxes(4, 5).reshape(2, -1, 8, 2, 4, 2)
-    bytes_ = jnp.stack([(words >> shift) & 255 for shift in (0, 8, 16, 24)], axis=-1).astype(jnp.int32)
-    weights = jnp.stack(_bfloat16_halves(plgpu.load(table_ref.at[bytes_])), axis=-1)
-    weights = weights.reshape(*words.shape, 8)
-    scales = scales.reshape(*by_lane, 2, 2)
-    total = total.reshape(*by_lane, 2, 2)
-    for block in range(2):
-        place = first + block
-        scale = scales[..., place % 4, :, place // 4]
-        scale = scale[0] if groups == 1 else scale[..., tile].transpose(1, 2, 0)
-        part = jnp.zeros((groups, tiles.num_warps, 8, 2, 8), jnp.float32)
-        for side in range(2):
-            x = jnp.stack(_bfloat16_halves(xs[2 * block + side].reshape(*by_lane, 4)), axis=-1)
-            part += jnp.einsum("hwgti,rwnti->rwghn", weights[:, :, :, block, :, side], x.reshape(*by_lane, 8))
-        part = (part * scale[..., None]).reshape(groups, -1, 8, 2, 4, 2)
-        total = total + part.swapaxes(3, 4)
-    return total.reshape(-1)
-
-
-def _adapter_product(total, a, bs, tiles: FewRowsTiles, interpret: bool):
-    """total + a . b over tiles.groups times 16 columns; in a thread, a is [step, half of the rows, of the columns]."""
-    groups, num_warps = tiles.groups, tiles.num_warps
-    pack = 4 * groups
-    if interpret:
-        by_lane = (groups, num_warps, 8, 4)
-        total = total.reshape(*by_lane, 2, 2)
-        a = jnp.stack(_bfloat16_halves(a.reshape(*by_lane, 2, 2)), axis=-1)
-        for step, b in enumerate(bs):
-            b = jnp.stack(_bfloat16_halves(b.reshape(*by_lane, 2, 2)[..., 0, :]), axis=-1)
-            part = jnp.einsum("wgthcp,rwntcp->rwghn", a[step], b).reshape(groups, num_warps, 8, 2, 4, 2)
-            total = total + part.swapaxes(3, 4)
-        return total.reshape(-1)
-    name = lambda array, i: f"${array * pack + i}"  # noqa: E731
-    asm = _Asm()
-    for group in range(groups):
-        result = [name(1, 4 * group + j) for j in range(4)]
-        for step in range(groups):
-            # The instruction wants the row halves next to one another.
-            operand = [name(2, 4 * step + 2 * half + column) for column in range(2) for half in range(2)]
-            result = asm.mma(operand, [name(3 + step, 4 * group + column) for column in range(2)], result)
-        asm.lines += [f"mov.f32 {name(0, 4 * group + j)}, {result[j]};" for j in range(4)]
-    constraints = ["=f"] * pack + ["f"] * pack + ["r"] * pack * (1 + groups)
-    return _asm_call(asm.text(), ",".join(constraints), [total, a, *bs], pack, jnp.float32)
+    return asm_call(text, "=f,r,r", [code, offset], 1, jnp.float32)
 
 
 def _load_scales(absmax_refs, block, words) -> tuple[jax.Array, ...]:
@@ -290,7 +101,7 @@ def _load_scales(absmax_refs, block, words) -> tuple[jax.Array, ...]:
     return codes, plgpu.load(absmax_refs[1].at[layer, block // NESTED_BLOCK_SIZE])
 
 
-def _scales(absmax_refs, loaded, lanes: _Lanes, table_offset: Callable, interpret: bool) -> jax.Array:
+def _scales(absmax_refs, loaded, lanes: Lanes, table_offset: Callable, interpret: bool) -> jax.Array:
     """float32 scales, the lane's own one of four codes."""
     if len(loaded) == 1:
         return loaded[0]
@@ -310,7 +121,7 @@ def _kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Few
     blocks_per_warp = pl.cdiv(num_blocks, num_warps * 2) * 2
     whole = blocks_per_warp * num_warps == num_blocks
     layer = layer_index(absmax_refs)
-    lanes = _lanes(num_warps, groups)
+    lanes = make_lanes(num_warps, groups)
     four_codes = absmax_refs[0].dtype == jnp.uint32
 
     @cache
@@ -346,7 +157,7 @@ def _kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Few
     for tile in range(0, row_tiles, groups):
         rows = (weight_row(tile, lanes.half), weight_row(tile + lanes.half, lanes.group))
         scale_rows.append(rows[groups - 1])
-    product = _product_interpreted if interpret else _product
+    multiply = product_interpreted if interpret else product
 
     def load_words(pair):
         block = inside(begin + pair + jax.lax.div(lanes.t, 2)) * _WORDS
@@ -384,7 +195,7 @@ def _kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Few
             for tile in range(row_tiles):
                 per_tile = words[i][2 * tile : 2 * tile + 2] if groups == 1 else words[i][tile : tile + 1]
                 arguments = (totals[tile], per_tile, scales[tile // groups], table_offset(), xs, table_ref)
-                total = product(*arguments, tiles, tile % groups, pair)
+                total = multiply(*arguments, tiles, tile % groups, pair)
                 totals = (*totals[:tile], total, *totals[tile + 1 :])
             xs = xs_ahead
         return totals
@@ -409,7 +220,7 @@ def _kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Few
         ahead = load((i + 1) * tiles.blocks, sizes[i + 1]) if i + 1 < len(sizes) else None
         totals = add(loaded, i * tiles.blocks, totals, sizes[i])
         loaded = ahead
-    y_lanes = _lanes(1, groups)
+    y_lanes = make_lanes(1, groups)
     y_row = (pl.program_id(1) * groups + y_lanes.group) * _COLUMNS + 2 * y_lanes.t + y_lanes.side
     for tile, total in enumerate(totals):
         for first in range(0, rank, 16 * groups):
@@ -417,7 +228,7 @@ def _kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Few
             place = weight_row(tile, lanes.half) * (rank // 2) + column + 8 * lanes.group
             lora_b = jnp.where(lanes.warp == 0, plgpu.load(adapter_refs[1].at[place]), 0)
             xa = [plgpu.load(adapter_refs[0].at[x_row * (rank // 2) + column + 8 * i]) for i in range(groups)]
-            total = _adapter_product(total, lora_b, xa, tiles, interpret)
+            total = adapter_product(total, lora_b, xa, tiles, interpret)
         y = jnp.sum(total.reshape(groups, num_warps, 128), axis=1).reshape(128 * groups)
         row = first_row + _ROWS * tile + y_lanes.g + 8 * y_lanes.half
         plgpu.store(out_ref.at[y_row, row], y.astype(out_ref.dtype), mask=(y_row < num_rows) & (row < num_out))
