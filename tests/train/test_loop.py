@@ -82,7 +82,7 @@ def without_times(lines):
 
 def signal_at(monkeypatch, number, call):
     """The process gets the signal during step `call`, while the batch after it is being prepared."""
-    put, calls = loop.put_batch, []
+    put, calls = steps.put_batch, []
 
     def counted(batch, mesh):
         calls.append(None)
@@ -278,7 +278,7 @@ def test_a_setting_that_cannot_be_leaves_no_folder(tmp_path):
 def test_a_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):
     run = trainer(tmp_path / "run", num_train_epochs=3, save_steps=1, logging_steps=5)
     schedule = run.schedule
-    make = loop.make_train_step
+    make = steps.make_train_step
 
     def poisoned(*args, **kwargs):
         step, calls = make(*args, **kwargs), []
@@ -305,7 +305,7 @@ def test_thirty_lengths_compile_at_most_four_steps_and_the_second_epoch_none(tmp
         tmp_path / "run", rows=dataset(range(5, 35)), per_device_train_batch_size=1, gradient_accumulation_steps=1,
         num_train_epochs=2, logging_steps=30, save_steps=100,
     )  # fmt: skip
-    make = loop.make_train_step
+    make = steps.make_train_step
 
     def counted(*args, **kwargs):
         step = make(*args, **kwargs)
@@ -318,11 +318,11 @@ def test_thirty_lengths_compile_at_most_four_steps_and_the_second_epoch_none(tmp
 
         return call
 
-    loop.make_train_step = counted
+    steps.make_train_step = counted
     try:
         run.train()
     finally:
-        loop.make_train_step = make
+        steps.make_train_step = make
     assert len(compiled) == 60
     assert compiled[29] <= 4
     assert compiled[59] == compiled[29]

@@ -14,7 +14,7 @@ from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import CausalLM
 from fastjax.models.layers import LoraParam
 from fastjax.models.lora import LoraConfig, apply_lora
-from fastjax.train import files, loop
+from fastjax.train import files, steps
 from fastjax.train.config import TrainConfig
 from fastjax.train.data import DataReport, TokenisedDataset
 from fastjax.train.data.tokenise import TokenRow
@@ -51,7 +51,7 @@ def trainer(folder, model=None, method="full", **settings):
 
 def test_a_signal_in_the_last_evaluation_interrupts_and_a_resume_evaluates(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "evaluate", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr(steps, "evaluate", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Interrupted, match="after step 2 of 2.*checkpoints/2") as stopped:
             trainer(tmp_path / "run").train()
     assert stopped.value.exit_code == 143
@@ -92,7 +92,7 @@ def test_a_run_in_a_folder_in_use_changes_nothing(tmp_path):
 
 def poison(monkeypatch, *bad_steps):
     """The loss of these steps is NaN."""
-    make = loop.make_train_step
+    make = steps.make_train_step
 
     def poisoned(*args, **kwargs):
         step, calls = make(*args, **kwargs), []
