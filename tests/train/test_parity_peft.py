@@ -1,5 +1,6 @@
 """Twenty optimiser steps beside torch: the same model, adapter, rows and AdamW give the same losses and weights."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import transformers
 from flax import nnx
 from safetensors.torch import load_file
 
+from fastjax.models.checkpoint.load import load_model
 from fastjax.models.lora import split_trainable
 from fastjax.models.peft_io import load_adapter, save_adapter
 from fastjax.train.mesh import make_mesh, put_batch, replicated
@@ -98,31 +100,40 @@ ADAPTERS = {
 }
 
 
+def same_steps(base: Any, ours: Any, method: str, settings: dict, batches: list[dict], folder: Path) -> None:
+    """Fails unless an adapter of PEFT is trained over `base` in torch as it is over `ours` here."""
+    # PEFT's own initial adapter, read from its file: both sides start from the same numbers.
+    torch.manual_seed(0)
+    theirs = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **settings))
+    theirs.save_pretrained(folder / "start")
+    config = load_adapter(ours, folder / "start")
+
+    our_losses, ours = train_here(ours, method, batches)
+    their_losses = train_in_torch(theirs, batches)
+    np.testing.assert_allclose(our_losses, their_losses, rtol=1e-4)
+
+    save_adapter(ours, config, folder / "ours")
+    theirs.save_pretrained(folder / "theirs")
+    start, end, expected = (
+        load_file(folder / name / "adapter_model.safetensors") for name in ("start", "ours", "theirs")
+    )
+    for key in end:
+        np.testing.assert_allclose(end[key], expected[key], atol=1e-4, err_msg=key)
+        assert (end[key] - start[key]).abs().max() > 1e-3, f"{key} was not trained"
+
+
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_twenty_steps_of_an_adapter_equal_torch_and_peft(name, tiny_hf, from_hf_model, batches, tmp_path):
     settings, changes = ADAPTERS[name]
     base = tiny_hf(**changes)
-    ours = from_hf_model(base)
-    # PEFT's own initial adapter, read from its file: both sides start from the same numbers.
-    torch.manual_seed(0)
-    theirs = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **settings))
-    theirs.save_pretrained(tmp_path / "start")
-    config = load_adapter(ours, tmp_path / "start")
+    same_steps(base, from_hf_model(base), "lora", settings, batches, tmp_path)
 
-    our_losses, ours = train_here(ours, "lora", batches)
-    their_losses = train_in_torch(theirs, batches)
-    np.testing.assert_allclose(our_losses, their_losses, rtol=1e-4)
 
-    save_adapter(ours, config, tmp_path / "ours")
-    theirs.save_pretrained(tmp_path / "theirs")
-    end, start = (
-        load_file(tmp_path / "ours" / "adapter_model.safetensors"),
-        load_file(tmp_path / "start" / "adapter_model.safetensors"),
-    )
-    expected = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
-    for key in end:
-        np.testing.assert_allclose(end[key], expected[key], atol=1e-4, err_msg=key)
-        assert (end[key] - start[key]).abs().max() > 1e-3, f"{key} was not trained"
+def test_twenty_steps_over_4bit_weights_equal_torch_peft_and_bitsandbytes(tiny_hf, quantize_hf, batches, tmp_path):
+    shape = {"hidden_size": 64, "intermediate_size": 128}
+    base = quantize_hf(tiny_hf(**shape), tmp_path / "base", llm_int8_skip_modules=["lm_head", "model.layers.1.mlp"])
+    ours = load_model(str(tmp_path / "base"), "float32")
+    same_steps(base, ours, "qlora", {"target_modules": "all-linear"}, batches, tmp_path)
 
 
 def test_twenty_steps_of_full_fine_tuning_equal_torch(tiny_hf, from_hf_model, batches):

@@ -14,6 +14,8 @@ from fastjax.errors import UserError
 from fastjax.models.checkpoint.load import load_model
 from fastjax.models.checkpoint.source import open_checkpoint
 from fastjax.models.config import ModelConfig
+from fastjax.models.quant_config import QuantConfig
+from fastjax.models.quantized import layer_weight
 from fastjax.models.rope import inverse_frequencies
 
 # Widths in whole blocks of 256, and unequal numbers of query and key heads.
@@ -70,6 +72,27 @@ def test_types_that_only_others_write_are_read_as_the_gguf_package_does(
     read = open_checkpoint(str(path)).tensors.read("model.layers.0.mlp.down_proj.weight")
     expected = gguf.quants.dequantize(written[(256, 512)], gguf.GGMLQuantizationType[kind])
     assert read.shape == (256, 512) and np.array_equal(read, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_that_is_quantised_while_it_loads_holds_what_bitsandbytes_makes_of_its_values(
+    dtype: str, tiny_hf: Callable, write_gguf: Callable, tmp_path: Path
+) -> None:
+    import torch
+
+    bnb = pytest.importorskip("bitsandbytes.functional")
+    path = write_gguf(tmp_path / "m.gguf", tiny_hf(**WIDE, num_hidden_layers=2), "Q4_1")
+    source = open_checkpoint(str(path)).tensors
+    model = load_model(str(path), dtype, quantization=QuantConfig())
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        given = torch.tensor(source.read(f"model.layers.1.{name}.weight")).to(getattr(torch, dtype))
+        codes, state = bnb.quantize_4bit(given, quant_type="nf4", compress_statistics=True)
+        room, projection = name.split(".")
+        weight = layer_weight(getattr(getattr(model.layers, room), projection).weight.get_value(), 1)
+        np.testing.assert_array_equal(np.asarray(weight.codes).reshape(-1), codes.numpy().reshape(-1))
+        np.testing.assert_array_equal(np.asarray(weight.absmax).reshape(-1), state.absmax.numpy())
+        np.testing.assert_array_equal(weight.nested_scale, state.state2.absmax.numpy())
+        assert weight.dtype.name == dtype and float(weight.nested_offset) == float(state.offset)
 
 
 def test_query_and_key_rows_return_to_the_order_of_the_original_model(
