@@ -14,8 +14,8 @@ def out_of_memory(error: BaseException, config: TrainConfig) -> str:
 def remedies(config: TrainConfig) -> list[str]:
     """Changes of the settings that take less device memory, those first that change neither speed nor result much."""
     found = []
-    if config.remat != "full":
-        found.append(f"use --remat full (it is {config.remat})")
+    if config.remat not in ("full", "offload"):
+        found.append(f"use --remat full or offload (it is {config.remat})")
     rows, accumulation = config.per_device_train_batch_size, config.gradient_accumulation_steps
     if rows > 1:
         # The same rows a step, in as many more micro-batches: the loss of a step is the same.
@@ -28,7 +28,8 @@ def remedies(config: TrainConfig) -> list[str]:
         found.append("train adapters: --method qlora or lora")
     elif config.method == "lora":
         found.append("hold the base in 4 bit: --method qlora")
-    if config.optim == "adamw" and "adamw_8bit" in str(TrainConfig.__annotations__["optim"]):
+    if config.optim == "adamw":
         found.append("keep the optimiser's moments in 8 bit: --optim adamw_8bit")
     found.append(f"make --max_seq_length smaller (it is {config.max_seq_length})")
+    found.append("see what each takes beforehand with python -m fastjax.plan")
     return found

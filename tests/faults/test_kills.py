@@ -86,7 +86,7 @@ def test_killed_runs_lose_nothing_and_end_in_the_same_bytes(server, settings, wh
 
 def test_a_second_interrupt_stops_at_once(server, settings, tmp_path):
     running = server.start({**settings, "output_dir": tmp_path / "run", "max_steps": 5000, "save_steps": 5000})
-    running.until((tmp_path / "run" / "metrics.jsonl").exists)
+    running.until(lambda: metrics(tmp_path / "run"))
     running.kill(signal.SIGINT)
     running.until(lambda: "press Ctrl-C to stop at once" in running.output())
     with contextlib.suppress(ProcessLookupError):
