@@ -8,9 +8,6 @@ Needs jax, flax, optax and numpy only. With --memory-budget-gib the allocator ge
 import argparse
 import json
 import os
-from pathlib import Path
-
-LENGTHS = Path(__file__).parent / "lengths"
 
 
 def arguments() -> argparse.Namespace:

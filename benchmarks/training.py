@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,6 @@ import optax
 
 from benchmarks.gpu_timing import kernel_times
 from benchmarks.random_model import random_model
-from benchmarks.step import LENGTHS
 from fastjax.models.config import ModelConfig
 from fastjax.models.lora import LoraConfig, apply_lora, split_trainable
 from fastjax.models.quant_config import QuantConfig
@@ -19,6 +19,7 @@ from fastjax.train.mesh import batch_sharding, make_mesh, replicated
 from fastjax.train.optim import make_optimizer
 from fastjax.train.step import make_train_step
 
+LENGTHS = Path(__file__).parent / "lengths"
 # What an H200 holds for seconds in bfloat16 matmuls.
 FLOP_PER_SECOND = 687e12
 

@@ -127,7 +127,8 @@ class SFTTrainer:
 
     def inspect(self, num_rows: int = 3, html: str | Path | None = None) -> None:
         """Print rows as they will be trained, and what became of all rows; `html` writes a page instead."""
-        from fastjax.train.inspect_rows import Inspection, first_rows, print_inspection, write_inspection
+        from fastjax.train.inspect_html import write_inspection
+        from fastjax.train.inspect_rows import Inspection, first_rows, print_inspection
 
         shown = list(first_rows(self.train_rows, self.base.tokenizer, self.config, num_rows))
         found = Inspection(shown, self.train_rows.report, None if self.eval_rows is None else self.eval_rows.report)

@@ -25,7 +25,8 @@ def train(config: TrainConfig, options: Options) -> None:
 
 def _inspect(config: TrainConfig, options: Options) -> None:
     """The rows that a run would train on, and what became of all of them; nothing is trained."""
-    from fastjax.train.inspect_rows import inspect_run, print_inspection, write_inspection
+    from fastjax.train.inspect_html import write_inspection
+    from fastjax.train.inspect_rows import inspect_run, print_inspection
 
     found = inspect_run(config)
     if config.html is not None:

@@ -3,6 +3,8 @@
 from html import escape
 from typing import TYPE_CHECKING
 
+from fastjax.errors import UserError
+
 if TYPE_CHECKING:
     from fastjax.train.data import DataReport
     from fastjax.train.inspect_rows import Inspection, Piece
@@ -53,3 +55,12 @@ def _tokens(piece: "Piece") -> str:
         f"<span class='{'t' if trained else 'm'}' title='{token}'>{escape(text).replace(chr(10), '↵' + chr(10))}</span>"
         for token, text, trained in zip(piece.ids, piece.texts, piece.trained, strict=True)
     )
+
+
+def write_inspection(found: "Inspection", path: str) -> None:
+    """The same as an HTML page. Raises: UserError if the file cannot be written."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page(found))
+    except OSError as error:
+        raise UserError(f"html={path!r} cannot be written ({error.strerror or error}); give another file") from None

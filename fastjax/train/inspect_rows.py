@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from fastjax.errors import UserError
 from fastjax.train.config import TrainConfig
 from fastjax.train.rows import set_chat_template, training_rows
 
@@ -175,14 +174,3 @@ def _runs(piece: Piece) -> Iterator[tuple[bool, str]]:
         if index == len(piece.ids) or piece.trained[index] != piece.trained[start]:
             yield piece.trained[start], "".join(piece.texts[start:index])
             start = index
-
-
-def write_inspection(found: Inspection, path: str) -> None:
-    """The same as an HTML page. Raises: UserError if the file cannot be written."""
-    from fastjax.train.inspect_html import page
-
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(page(found))
-    except OSError as error:
-        raise UserError(f"html={path!r} cannot be written ({error.strerror or error}); give another file") from None
