@@ -14,6 +14,7 @@ _WORDS = (
     (r"\bdelete it with --overwrite_output_dir", "delete it with SFTConfig(overwrite_output_dir=True)"),
     (r"--resume auto", "trainer.train(resume_from_checkpoint=True)"),
     (r"--overwrite_output_dir", "SFTConfig(overwrite_output_dir=True)"),
+    (r"--resume_override (\S+)", r"SFTConfig(resume_override=[...]) of \1"),
     (r"resume='auto'", "resume_from_checkpoint=True"),
     (r"resume=('[^']*')", r"resume_from_checkpoint=\1"),
     (r"start anew without resume\b", "start anew with SFTConfig(overwrite_output_dir=True)"),
