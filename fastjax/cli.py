@@ -47,6 +47,10 @@ _SWITCHES = {
 _LATER = {
     "load_in_8bit": "leave it out: --method qlora has the base in 4 bit, --method lora in 16",
 }
+# Of training; the other commands have a flag of this name.
+_CALLED_OTHERWISE = {
+    "load_in_4bit": "--method qlora, the default, reads the base in 4 bit, --method lora in 16",
+}
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 _BAD_PATH = (
     errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.ENOENT, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY,
@@ -179,7 +183,7 @@ def _read_flags(settings: type, argv: Sequence[str]) -> dict[str, str | bool]:
                 raise UserError(f"--{flag} has no value; it takes {describe(known[name])}{hint}")
             value = rest.pop(0)
         if name in flags:
-            raise UserError(f"--{flag} is given twice; leave one of the two")
+            raise UserError(f"--{flag} is given twice; leave one of the two out")
         flags[name] = value
     return flags
 
@@ -243,7 +247,9 @@ def _read_yaml(settings: type, file: str | bool, passed_over: type | None = None
 
 
 def _refuse_later(name: str, given: str) -> None:
-    """Raises: UserError for a setting that only a later release has."""
+    """Raises: UserError for a setting that only a later release has, or that is called otherwise here."""
+    if name in _CALLED_OTHERWISE:
+        raise UserError(f"{given} is no setting of this command; {_CALLED_OTHERWISE[name]}")
     if name in _LATER:
         raise UserError(f"{given} is not in this release; {_LATER[name]}")
 

@@ -66,8 +66,9 @@ def is_switch(hint: Any) -> bool:
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """'; did you mean X?' for the known name nearest to `name`, or '' if none is near."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.55)
-    return f"; did you mean {prefix}{found[0]}?" if found else ""
+    lowered = {word.lower(): word for word in known}
+    found = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.55)
+    return f"; did you mean {prefix}{lowered[found[0]]}?" if found else ""
 
 
 def from_text(name: str, hint: Any, text: str) -> Any:

@@ -34,7 +34,7 @@ def read_quantization(
         settings = quantization_config
         if not isinstance(settings, Mapping):
             settings = settings.to_dict() if hasattr(settings, "to_dict") else None
-        config = QuantConfig.from_hf(settings)
+        config = QuantConfig.from_hf(settings, "quantization_config")
     on_disk = checkpoint.quantization
     if on_disk is not None:
         if load_in_4bit is False:

@@ -45,23 +45,25 @@ class QuantConfig:
         return any(re.match(_expression(name), module) or module.endswith(name) for name in self.skip_modules)
 
     @classmethod
-    def from_hf(cls, settings: Any) -> "QuantConfig":
-        """Reads the quantization_config of a config.json.
+    def from_hf(cls, settings: Any, where: str = _WHERE) -> "QuantConfig":
+        """Reads the quantization_config of a config.json, or one that is given.
 
+        Args:
+          where: what messages call it.
         Raises: UserError unless it is bitsandbytes' 4-bit one with settings that are computed here.
         """
         if not isinstance(settings, Mapping):
-            raise UserError(f"{_WHERE}={shown(settings)} must be an object")
+            raise UserError(f"{where}={shown(settings)} must be an object")
         method = settings.get("quant_method", "bitsandbytes" if "load_in_4bit" in settings else "unknown")
-        if method != "bitsandbytes" or not flag(settings.get("load_in_4bit", False), f"{_WHERE}: load_in_4bit"):
+        if method != "bitsandbytes" or not flag(settings.get("load_in_4bit", False), f"{where}: load_in_4bit"):
             kind = "bitsandbytes in 8 bit" if method == "bitsandbytes" else shown(method)
             raise UserError(
-                f"{_WHERE} is of {kind}; 16- and 32-bit weights and bitsandbytes' 4-bit ones are read. "
+                f"{where} is of {kind}; 16- and 32-bit weights and bitsandbytes' 4-bit ones are read. "
                 "Give the unquantised model."
             )
         skipped = settings.get("llm_int8_skip_modules") or ()
         if not isinstance(skipped, list | tuple):
-            raise UserError(f"{_WHERE}: llm_int8_skip_modules={shown(skipped)} must be a list of module names")
+            raise UserError(f"{where}: llm_int8_skip_modules={shown(skipped)} must be a list of module names")
         try:
             return cls(
                 settings.get("bnb_4bit_quant_type", "fp4"),  # bitsandbytes' own default
@@ -69,7 +71,7 @@ class QuantConfig:
                 skipped,
             )
         except UserError as error:
-            raise UserError(f"{_WHERE}: {error}") from error
+            raise UserError(f"{where}: {error}") from error
 
     def to_hf(self, compute_dtype: str) -> dict[str, Any]:
         """The quantization_config that transformers and bitsandbytes read."""

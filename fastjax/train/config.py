@@ -250,8 +250,9 @@ class TrainConfig(RowConfig):
         unknown = [name for name in self.resume_override or () if name not in OVERRIDABLE]
         if unknown:
             raise UserError(
-                f"resume_override={unknown[0]!r} is not a setting that a resumed run may change"
-                f"{nearest(unknown[0], OVERRIDABLE)}; these may: {', '.join(OVERRIDABLE)}"
+                f"resume_override={unknown[0]!r}: of what a checkpoint fixes, a resumed run may change "
+                f"{', '.join(OVERRIDABLE)}; max_steps, num_train_epochs, and where and when it logs and saves, are not "
+                f"fixed and need no override{nearest(unknown[0], OVERRIDABLE)}"
             )
         if self.resume_override and self.resume == "never":
             raise UserError(

@@ -81,6 +81,7 @@ def test_lists_of_numbers_and_json_mappings():
         (["--ranks", '{"q_proj": "8"}'], ["--ranks=", "mapping"]),
         (["train.jsonl"], ["unexpected 'train.jsonl'"]),
         (["--load_in_8bit", "--count", "2"], ["--load_in_8bit is not in this release", "--method qlora"]),
+        (["--load_in_4bit"], ["--load_in_4bit is no setting of this command", "--method qlora"]),
         (["--config", "missing.yaml"], ["missing.yaml", "No such file"]),
     ],
 )
