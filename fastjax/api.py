@@ -51,13 +51,12 @@ class FastLanguageModel:
         Raises: UserError for a model that is missing or unsound, and for arguments that cannot be honoured.
         """
         refuse("from_pretrained", FROM_PRETRAINED, arguments, ("model_name", "max_seq_length", "dtype", "revision"))
-        if load_in_4bit is None and (arguments.get("load_in_16bit") or arguments.get("full_finetuning")):
-            load_in_4bit = False
+        load_in_4bit = _four_bit(load_in_4bit, quantization_config, arguments)
         name = "bfloat16" if dtype is None else _dtype_name(dtype)
         choose_platform()
         from fastjax.face.quantization import read_quantization
         from fastjax.models.checkpoint.load import load_model
-        from fastjax.models.peft_io import base_quantization, load_adapter
+        from fastjax.models.peft_io import base_compute_dtype, base_quantization, load_adapter
         from fastjax.train.parts import base_of_adapter, open_base
 
         adapter = model_name if (Path(model_name) / "adapter_config.json").is_file() else None
@@ -67,7 +66,8 @@ class FastLanguageModel:
         quantization = read_quantization(
             load_in_4bit, quantization_config, base.checkpoint, trained_with, is_adapter=adapter is not None
         )
-        loaded = load_model(base.checkpoint, name, quantization=quantization)
+        before = base_compute_dtype(adapter) if adapter else None
+        loaded = load_model(base.checkpoint, name, quantization=quantization, quantize_from=before)
         model = LanguageModel(loaded, base, max_seq_length, quantization or base.checkpoint.quantization)
         if adapter:
             model.lora = load_adapter(model.model, adapter)
@@ -147,6 +147,20 @@ class FastLanguageModel:
 def is_bfloat16_supported() -> bool:
     """True: every device that jax runs on computes bfloat16."""
     return True
+
+
+def _four_bit(load_in_4bit: Any, quantization_config: Any, arguments: Mapping[str, Any]) -> bool | None:
+    """load_in_4bit as it follows from the other arguments. Raises: UserError for ones that contradict it."""
+    if load_in_4bit is not None and not isinstance(load_in_4bit, bool):
+        raise UserError(f"load_in_4bit={load_in_4bit!r} must be True, False or None")
+    for name in ("load_in_16bit", "full_finetuning"):
+        if not arguments.get(name):
+            continue
+        if load_in_4bit or quantization_config is not None:
+            other = "load_in_4bit=True" if load_in_4bit else "a quantization_config"
+            raise UserError(f"{name}=True with {other}; leave one of the two out")
+        load_in_4bit = False
+    return load_in_4bit
 
 
 def _check_length(max_seq_length: int | None) -> None:

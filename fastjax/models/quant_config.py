@@ -56,7 +56,8 @@ class QuantConfig:
             raise UserError(f"{where}={shown(settings)} must be an object")
         method = settings.get("quant_method", "bitsandbytes" if "load_in_4bit" in settings else "unknown")
         if method != "bitsandbytes" or not flag(settings.get("load_in_4bit", False), f"{where}: load_in_4bit"):
-            kind = "bitsandbytes in 8 bit" if method == "bitsandbytes" else shown(method)
+            how = "in 8 bit" if settings.get("load_in_8bit") else "without load_in_4bit"
+            kind = f"bitsandbytes {how}" if method == "bitsandbytes" else shown(method)
             raise UserError(
                 f"{where} is of {kind}; 16- and 32-bit weights and bitsandbytes' 4-bit ones are read. "
                 "Give the unquantised model."

@@ -97,7 +97,7 @@ def load_base(
     Raises: UserError for load_in_4bit=False with a base that is 4-bit on disk, and what loading raises.
     """
     from fastjax.models.checkpoint.load import load_model
-    from fastjax.models.peft_io import base_quantization, load_adapter
+    from fastjax.models.peft_io import base_compute_dtype, base_quantization, load_adapter
     from fastjax.models.quant_config import QuantConfig
 
     if load_in_4bit is False and base.checkpoint.quantization is not None:
@@ -113,7 +113,8 @@ def load_base(
         print(
             "note: the base is read in 4 bit, as the adapter was trained; --no_load_in_4bit keeps 16", file=sys.stderr
         )
-    model = load_model(base.checkpoint, dtype, mesh, quantization=quantization)
+    before = None if adapter is None or trained_with is None else base_compute_dtype(adapter)
+    model = load_model(base.checkpoint, dtype, mesh, quantization=quantization, quantize_from=before)
     if adapter is not None:
         load_adapter(model, adapter)
     return model

@@ -8,10 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
+from fastjax.models.checkpoint.tensors import quantization_of
 from fastjax.models.decoder import CausalLM
-from fastjax.models.layers import TrainedParam
+from fastjax.models.layers import Linear, TrainedParam
 from fastjax.models.lora import LoraConfig
+from fastjax.models.quantized import is_quantized
 from fastjax.train.config import OVERRIDABLE, TrainConfig
 from fastjax.train.data import TrainingRows
 
@@ -44,6 +47,7 @@ def fingerprint(
         "dtype": model.dtype.name,
         "model": model.config.to_hf(),
         "base_weights": None if config.method == "full" else _frozen_sample(model),
+        "quantization": _quantization(model),
         "adapter": adapter,
         "data": rows.fingerprint,
         _MICRO_BATCH: batch_size,
@@ -109,12 +113,18 @@ def horizon_note(kind: str, step: int, saved: dict[str, int], now: dict[str, int
     )
 
 
+def _quantization(model: CausalLM) -> dict[str, Any] | None:
+    """Which linear layers are 4-bit and in which form; None if none is."""
+    return quantization_of(model).to_hf(model.dtype.name) if is_quantized(model) else None
+
+
 def _frozen_sample(model: CausalLM) -> int:
     """CRC-32 of a few of the weights that no step changes: enough to tell two base models of one shape apart.
 
     What is trained is left out: a model that a run has trained in this process must be able to go on.
     """
-    weights = (model.norm.weight, model.embed_tokens.weight, model.layers.self_attn.q_proj.weight)
+    linears = [module.weight for _, module in nnx.iter_modules(model.layers) if isinstance(module, Linear)]
+    weights = (model.norm.weight, model.embed_tokens.weight, *linears)
     crc = 0
     for weight in weights:
         if isinstance(weight, TrainedParam):

@@ -19,7 +19,7 @@ from fastjax.models.checkpoint.save import save_model
 from fastjax.models.checkpoint.tokenizer import save_tokenizer
 from fastjax.models.decoder import CausalLM
 from fastjax.models.lora import LoraConfig, apply_lora
-from fastjax.models.peft_io import load_adapter, save_adapter
+from fastjax.models.peft_io import base_compute_dtype, load_adapter, save_adapter
 from fastjax.train.config import TrainConfig
 from fastjax.train.data import Dataset, TrainingRows, prompt_ids
 from fastjax.train.data.sources import parse_sources
@@ -127,7 +127,8 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = pri
     config, quantization = quantization_settings(config, base, given)
     rows, eval_rows = training_rows(config.data, config.eval_data, config, base)
     note_slow_dtype(config.dtype, given)
-    model = load_model(base.checkpoint, config.dtype, mesh, quantization=quantization)
+    before = None if config.adapter is None else base_compute_dtype(config.adapter)
+    model = load_model(base.checkpoint, config.dtype, mesh, quantization=quantization, quantize_from=before)
     if config.adapter is not None:
         lora = load_adapter(model, config.adapter)
     elif lora is not None:

@@ -29,6 +29,7 @@ def load_model(
     mesh: Mesh | None = None,
     *,
     quantization: QuantConfig | None = None,
+    quantize_from: Any = None,
 ) -> CausalLM:
     """The model with its weights on the device in `dtype`, which is also the dtype it computes in.
 
@@ -40,7 +41,8 @@ def load_model(
       dtype: bfloat16 or float32.
       mesh: devices that get a copy each; None means jax's default device.
       quantization: quantise the linear layers of the decoder, but not the head, on the device as they arrive. What is
-        quantised is the weight in `dtype`. A checkpoint that is 4-bit already stays as it is.
+        quantised is the weight in `quantize_from`. A checkpoint that is 4-bit already stays as it is.
+      quantize_from: bfloat16 or float32; None means `dtype`.
     Raises: UserError if the checkpoint is missing or unsound, its config is not supported, its tensors do not fit the
       config (file, key and expected shape are named), or the dtype is another one.
     """
@@ -60,7 +62,7 @@ def load_model(
     check_names(source, expected)
     formats = {name: source.info(name).packed for name in expected}
     if quantization is not None and checkpoint.quantization is None:
-        formats = planned_formats(quantization, expected, dtype.name)
+        formats = planned_formats(quantization, expected, jnp.dtype(quantize_from or dtype).name)
     lay_out_packed(abstract, formats, expected, source)
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     buffers = {path: jax.tree.map(partial(_empty, sharding), value) for path, value in _leaves(abstract).items()}
@@ -91,6 +93,8 @@ def _value(
     # np.array copies: what jax gets is memory of its own, not a map of the file.
     if isinstance(tensor, QuantizedWeight):
         return jax.device_put(jax.tree.map(np.array, tensor), sharding)
+    if packed is not None:
+        dtype = jnp.dtype(packed.dtype)
     value = jax.device_put(np.array(tensor, dtype=dtype, order="C"), sharding)
     if packed is None:
         return value

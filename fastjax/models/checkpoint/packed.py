@@ -33,7 +33,13 @@ def planned_formats(config: QuantConfig, expected: Mapping[str, Place], dtype: s
             raise UserError(
                 f"skip_modules: {entry!r} matches no linear module; they are called {modules[linear[0]]}, ..."
             )
-    return {name: packed if name in modules and not config.skips(modules[name]) else None for name in expected}
+    formats = {name: packed if name in modules and not config.skips(modules[name]) else None for name in expected}
+    if not any(formats.values()):
+        raise UserError(
+            f"skip_modules={list(config.skip_modules)!r} skips every linear layer, so that nothing would be 4-bit; "
+            "list fewer, or keep the model in 16 bit"
+        )
+    return formats
 
 
 def lay_out_packed(

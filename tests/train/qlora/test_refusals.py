@@ -1,12 +1,18 @@
 """What 4-bit bases are not used for, and settings that contradict them: refused before a weight is read."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from fastjax import FastLanguageModel, SFTConfig, SFTTrainer, evaluate, export, generate
 from fastjax.errors import UserError
+from fastjax.models.checkpoint.load import load_model
+from fastjax.models.lora_config import LoraConfig
+from fastjax.models.quant_config import QuantConfig
 from fastjax.train.__main__ import main as train
+from fastjax.train.config import TrainConfig
+from fastjax.train.resume import differences, fingerprint
 
 
 @pytest.fixture
@@ -78,6 +84,18 @@ def test_full_fine_tuning_is_loaded_in_16bit(folders):
     assert model.quantization is None
 
 
+def test_another_skip_list_is_another_run(folders):
+    def of(*skipped):
+        model = load_model(str(folders.source), "float32", quantization=QuantConfig(skip_modules=skipped))
+        rows = SimpleNamespace(fingerprint="rows")
+        return fingerprint(TrainConfig(dtype="float32"), model, LoraConfig(), rows, 1)
+
+    first = of("model.layers.0.mlp.up_proj")
+    assert differences(first, of("layers.0.mlp.up_proj")) == []
+    changed = "\n".join(differences(first, of("o_proj")))
+    assert "quantization.llm_int8_skip_modules" in changed and "base model's weights are others" in changed
+
+
 BNB = {"load_in_4bit": True, "quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4",
        "bnb_4bit_use_double_quant": True}  # fmt: skip
 
@@ -90,10 +108,15 @@ BNB = {"load_in_4bit": True, "quant_method": "bitsandbytes", "bnb_4bit_quant_typ
             {"load_in_4bit": False, "quantization_config": BNB},
             "load_in_4bit=False with a quantization_config",
         ),
-        ("source", {"quantization_config": BNB | {"load_in_4bit": False}}, "bitsandbytes in 8 bit"),
+        ("source", {"quantization_config": BNB | {"load_in_4bit": False}}, "bitsandbytes without load_in_4bit"),
         ("source", {"quantization_config": BNB | {"bnb_4bit_quant_type": "af4"}}, "quant_type='af4' is unknown"),
         ("source", {"quantization_config": 4}, "quantization_config"),
         ("source", {"quantization_config": BNB | {"llm_int8_skip_modules": ["wq"]}}, "'wq' matches no linear module"),
+        ("source", {"quantization_config": {"bnb_4bit_quant_typ": "nf4"}}, "did you mean bnb_4bit_quant_type"),
+        ("source", {"quantization_config": {"bnb_4bit_compute_dtype": "float16"}}, "compute_dtype=float16: there"),
+        ("source", {"load_in_4bit": 0}, "load_in_4bit=0 must be True, False or None"),
+        ("source", {"load_in_4bit": True, "full_finetuning": True}, "full_finetuning=True with load_in_4bit=True"),
+        ("source", {"load_in_16bit": True, "quantization_config": BNB}, "load_in_16bit=True with a quant"),
         ("source", {"load_in_8bit": True}, "load_in_8bit=True.*load_in_4bit=True has 4-bit ones"),
         ("packed", {"load_in_4bit": False}, "load_in_4bit=False, and .* holds 4-bit weights"),
         ("packed", {"quantization_config": BNB | {"bnb_4bit_quant_type": "fp4"}}, "is 4-bit already"),
