@@ -257,7 +257,7 @@ class Fuzz:
         @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         @given(inputs)
         def check(one: Any) -> None:
-            begin = time.process_time()
+            begin = time.thread_time()
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)
@@ -265,7 +265,7 @@ class Fuzz:
             except UserError as error:
                 assert name in str(error), str(error)
                 refused.append(error)
-            assert time.process_time() - begin < 1
+            assert time.thread_time() - begin < 1
 
         check()
         # Most of what is made up here is unsound: readers that take all of it do not look.

@@ -164,10 +164,10 @@ def test_a_file_that_claims_too_much_is_refused_in_a_second_and_200_mb(tmp_path,
     with file.open("wb") as stream:
         stream.write(start)
         stream.truncate(size)
-    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
     with pytest.raises(UserError, match="greedy.bin"):
         reader(file)
-    assert time.process_time() - begin < 1
+    assert time.thread_time() - begin < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
 
 
@@ -184,7 +184,7 @@ def test_the_values_of_a_file_are_not_believed_before_they_are_checked(model_fol
     config = json.loads((folder / "config.json").read_text())
     for key in ("hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers"):
         (folder / "config.json").write_text(json.dumps({**config, key: np.iinfo(np.int32).max}))
-        begin = time.process_time()
+        begin = time.thread_time()
         with pytest.raises(UserError, match=f"{key}|has shape"):
             load_model(open_checkpoint(str(folder)), "float32")
-        assert time.process_time() - begin < 1
+        assert time.thread_time() - begin < 1

@@ -176,13 +176,18 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path} is a folder, a pipe or a device, not a JSON file")
-        if status.st_size > _MOST_JSON_BYTES:
-            raise UserError(
-                f"{path} has {status.st_size} bytes, and a JSON file of a model at most {_MOST_JSON_BYTES}; is it "
-                "another file?"
-            )
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    if stat.S_ISDIR(status.st_mode):
+        raise UserError(f"{path} cannot be read: Is a directory")
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path} is a pipe or a device, not a JSON file")
+    if status.st_size > _MOST_JSON_BYTES:
+        raise UserError(
+            f"{path} has {status.st_size} bytes, and a JSON file of a model at most {_MOST_JSON_BYTES}; is it "
+            "another file?"
+        )
+    try:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
