@@ -42,6 +42,7 @@ def settings(rows_file) -> dict[str, Any]:
     """What all runs here have in common."""
     return {
         "data": rows_file, "eval_data": rows_file, "dtype": "float32", "max_seq_length": 64, "lora_r": 4,
+        "target_modules": "q_proj,v_proj,up_proj",
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "per_device_eval_batch_size": 12,
         "learning_rate": 1e-3, "report_to": "none",
     }  # fmt: skip

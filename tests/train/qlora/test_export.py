@@ -122,7 +122,7 @@ def test_the_face_loads_trains_and_merges_4bit_models_too(folders, rows, tmp_pat
 
     bnb = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     model, tokenizer = FastLanguageModel.from_pretrained(str(folders.source), dtype="float32", quantization_config=bnb)
-    model = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=16, lora_dropout=0)
+    model = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"])
     args = SFTConfig(output_dir=str(tmp_path / "run"), max_steps=2, learning_rate=1e-2, report_to="none")
     trainer = SFTTrainer(model, tokenizer, rows, args=args)
     assert trainer.config.method == "qlora" and trainer.config.bnb_4bit_quant_type == "nf4"
