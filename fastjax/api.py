@@ -55,19 +55,19 @@ class FastLanguageModel:
         name = "bfloat16" if dtype is None else _dtype_name(dtype)
         choose_platform()
         from fastjax.face.quantization import read_quantization
+        from fastjax.models.base_form import BaseForm, read_base_form
         from fastjax.models.checkpoint.load import load_model
-        from fastjax.models.peft_io import base_compute_dtype, base_quantization, load_adapter
+        from fastjax.models.peft_io import load_adapter
         from fastjax.train.parts import base_of_adapter, open_base
 
         adapter = model_name if (Path(model_name) / "adapter_config.json").is_file() else None
         base = open_base(base_of_adapter(adapter) if adapter else model_name, adapter, revision)
         _check_length(max_seq_length)
-        trained_with = base_quantization(adapter) if adapter else None
+        form = (read_base_form(adapter) if adapter else None) or BaseForm()
         quantization = read_quantization(
-            load_in_4bit, quantization_config, base.checkpoint, trained_with, is_adapter=adapter is not None
+            load_in_4bit, quantization_config, base.checkpoint, form.quantization, is_adapter=adapter is not None
         )
-        before = base_compute_dtype(adapter) if adapter else None
-        loaded = load_model(base.checkpoint, name, quantization=quantization, quantize_from=before)
+        loaded = load_model(base.checkpoint, name, quantization=quantization, quantize_from=form.dtype)
         model = LanguageModel(loaded, base, max_seq_length, quantization or base.checkpoint.quantization)
         if adapter:
             model.lora = load_adapter(model.model, adapter)

@@ -138,11 +138,11 @@ def _dtypes(checkpoint: "Checkpoint") -> set[str]:
 
 def _loaded_dtype(checkpoint: "Checkpoint", config: ExportConfig) -> str:
     """The dtype in which the base is read: the one that it was quantised in, else one that holds it exactly."""
-    from fastjax.models.peft_io import base_compute_dtype
+    from fastjax.models.base_form import read_base_form
 
-    trained_in = None if config.adapter is None else base_compute_dtype(config.adapter)
-    if trained_in is not None and config.load_in_4bit is not False:
-        return trained_in
+    form = None if config.adapter is None else read_base_form(config.adapter)
+    if form is not None and form.dtype is not None and config.load_in_4bit is not False:
+        return form.dtype
     if config.format == "base_4bit" and checkpoint.quantization is None:
         return "bfloat16"
     return "bfloat16" if _dtypes(checkpoint) == {"bfloat16"} else "float32"

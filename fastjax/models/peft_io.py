@@ -1,6 +1,5 @@
 """Adapter folders as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors."""
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,10 +10,9 @@ import jax
 import numpy as np
 
 from fastjax.errors import UserError
+from fastjax.models.base_form import WEIGHTS_NAME, base_metadata
 from fastjax.models.checkpoint.files import read_json, write_json
-from fastjax.models.checkpoint.safetensors_header import read_header
 from fastjax.models.checkpoint.safetensors_io import LazyTensor, SafetensorsFile, write_safetensors
-from fastjax.models.checkpoint.tensors import quantization_of
 from fastjax.models.decoder import CausalLM
 from fastjax.models.layers import Linear, Lora
 from fastjax.models.lora import attach, layer_slice, module_at
@@ -29,12 +27,9 @@ from fastjax.models.lora_config import (
 )
 from fastjax.models.lora_config import Path as ModulePath
 from fastjax.models.peft_config import config_from_peft, config_to_peft
-from fastjax.models.quant_config import QuantConfig
-from fastjax.models.quantized import is_quantized
 
-CONFIG_NAME, WEIGHTS_NAME, PICKLE_NAME = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+CONFIG_NAME, PICKLE_NAME = "adapter_config.json", "adapter_model.bin"
 
-_BASE = "base_quantization_config"
 _PREFIX = "base_model.model."
 # The adapter's name stands in keys of a raw state dict, and is left out by PEFT's own save.
 _LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
@@ -48,9 +43,9 @@ def save_adapter(
 ) -> None:
     """Writes the adapter of `model` so that `peft.PeftModel.from_pretrained` loads it.
 
-    The weights' metadata says how the base is quantised, which PEFT's config has no word for. Tensors are float32, cut
-    to each layer's own rank. Both files are written under temporary names and renamed, the
-    tensors first; other files in the folder are left alone.
+    The weights' metadata says how the base is held (`base_form`). Tensors are float32, cut to each layer's own rank.
+    Both files are written under temporary names and renamed, the tensors first; other files in the folder are left
+    alone.
 
     Args:
       config: what the adapter was made from.
@@ -71,45 +66,8 @@ def save_adapter(
         tensors[f"{_PREFIX}{name}.weight"] = _lazily(_trained_weight(model, name))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_safetensors(folder / WEIGHTS_NAME, tensors, _base_metadata(model))
+    write_safetensors(folder / WEIGHTS_NAME, tensors, base_metadata(model))
     write_json(folder / CONFIG_NAME, config_to_peft(config, _target_names(config, plan), base_model_name))
-
-
-def base_quantization(folder: str | os.PathLike[str]) -> QuantConfig | None:
-    """How the base was quantised that the adapter in `folder` was trained over; None for a base in 16 or 32 bit, and
-    for an adapter that does not say.
-
-    Raises: UserError if the adapter's file is unsound.
-    """
-    settings = _base_settings(folder)
-    return None if settings is None else QuantConfig.from_hf(settings)
-
-
-def base_compute_dtype(folder: str | os.PathLike[str]) -> str | None:
-    """The dtype that such a base had before it was quantised, "bfloat16" or "float32"; None as for `base_quantization`.
-
-    Raises: UserError if the adapter's file is unsound.
-    """
-    dtype = (_base_settings(folder) or {}).get("bnb_4bit_compute_dtype")
-    return dtype if dtype in ("bfloat16", "float32") else None
-
-
-def _base_settings(folder: str | os.PathLike[str]) -> Any:
-    file = Path(folder) / WEIGHTS_NAME
-    text = read_header(file).metadata.get(_BASE) if file.is_file() else None
-    if text is None:
-        return None
-    try:
-        settings = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: {_BASE} in its metadata is not JSON: {str(error)[:100]}") from error
-    if not isinstance(settings, dict):
-        raise UserError(f"{file}: {_BASE} in its metadata is no JSON object")
-    return settings
-
-
-def _base_metadata(model: CausalLM) -> dict[str, str]:
-    return {_BASE: json.dumps(quantization_of(model).to_hf(model.dtype.name))} if is_quantized(model) else {}
 
 
 def load_adapter(model: CausalLM, folder: str | os.PathLike[str]) -> LoraConfig:

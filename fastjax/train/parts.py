@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from transformers import PreTrainedTokenizerFast
 
+    from fastjax.models.base_form import BaseForm
     from fastjax.models.decoder import CausalLM
     from fastjax.models.lora import LoraConfig
-    from fastjax.models.quant_config import QuantConfig
     from fastjax.train.data import Dataset
     from fastjax.train.evaluate import EvalResult
 
@@ -96,8 +96,9 @@ def load_base(
         says.
     Raises: UserError for load_in_4bit=False with a base that is 4-bit on disk, and what loading raises.
     """
+    from fastjax.models.base_form import BaseForm, read_base_form
     from fastjax.models.checkpoint.load import load_model
-    from fastjax.models.peft_io import base_compute_dtype, base_quantization, load_adapter
+    from fastjax.models.peft_io import load_adapter
     from fastjax.models.quant_config import QuantConfig
 
     if load_in_4bit is False and base.checkpoint.quantization is not None:
@@ -105,16 +106,15 @@ def load_base(
             f"load_in_4bit=False, and {base.checkpoint.name} holds 4-bit weights; leave it out, or give the 16-bit "
             "model"
         )
-    trained_with = None if adapter is None else base_quantization(adapter)
-    quantization = trained_with if load_in_4bit is not False else None
+    trained_over = (None if adapter is None else read_base_form(adapter)) or BaseForm()
+    quantization = trained_over.quantization if load_in_4bit is not False else None
     if load_in_4bit and quantization is None:
         quantization = QuantConfig()
     if load_in_4bit is None and quantization is not None and base.checkpoint.quantization is None:
         print(
             "note: the base is read in 4 bit, as the adapter was trained; --no_load_in_4bit keeps 16", file=sys.stderr
         )
-    before = None if adapter is None or trained_with is None else base_compute_dtype(adapter)
-    model = load_model(base.checkpoint, dtype, mesh, quantization=quantization, quantize_from=before)
+    model = load_model(base.checkpoint, dtype, mesh, quantization=quantization, quantize_from=trained_over.dtype)
     if adapter is not None:
         load_adapter(model, adapter)
     return model
@@ -122,17 +122,18 @@ def load_base(
 
 def quantization_settings(
     config: TrainConfig, base: Base, given: frozenset[str] = frozenset()
-) -> "tuple[TrainConfig, QuantConfig | None]":
-    """The run's settings with what its base or its adapter says of 4-bit weights, and how the base is quantised.
+) -> "tuple[TrainConfig, BaseForm]":
+    """The run's settings with what its base or its adapter says of 4-bit weights, and how the base is read.
 
-    A base that is 4-bit on disk stays as it is, and an adapter goes on over a base like the one it was trained over.
+    A base that is 4-bit on disk stays as it is, and an adapter goes on over a base like the one it was trained over:
+    over 16-bit weights by method=lora, unless another method was given.
 
     Args:
       given: names of the settings that the user gave: one that differs is refused rather than ignored.
-    Returns: (config, None) where nothing is quantised while it loads.
+    Returns: (config, form); a form without quantization reads weights as they lie on disk.
     Raises: UserError for a 4-bit base with another method than qlora, or settings that contradict it or the adapter.
     """
-    from fastjax.models.peft_io import base_quantization
+    from fastjax.models.base_form import BaseForm, read_base_form
     from fastjax.models.quant_config import QuantConfig
 
     on_disk = base.checkpoint.quantization
@@ -142,13 +143,17 @@ def quantization_settings(
                 f"method={config.method} trains over 16-bit weights, and {config.model} holds 4-bit ones; use "
                 "method=qlora, or give the 16-bit model"
             )
-        return config, None
+        return config, BaseForm()
     have, whose = on_disk, f"{config.model} is 4-bit already, with"
-    if have is None and config.adapter is not None:
-        have, whose = (
-            base_quantization(adapter_folder(config.adapter)),
-            f"the adapter in {config.adapter} was trained over a base with",
-        )
+    form = None if on_disk or config.adapter is None else read_base_form(adapter_folder(config.adapter))
+    if form is not None:
+        have, whose = form.quantization, f"the adapter in {config.adapter} was trained over a base with"
+        if have is None and not given & {"method", *QUANT_SETTINGS}:
+            print(
+                "note: the adapter was trained over 16-bit weights, so method=lora; --method qlora quantises them",
+                file=sys.stderr,
+            )
+            return replace(config, method="lora"), form
     if have is not None:
         own: dict[str, Any] = dict(
             zip(QUANT_SETTINGS, (have.quant_type, have.double_quant, have.skip_modules or None), strict=True)
@@ -159,9 +164,10 @@ def quantization_settings(
                 raise UserError(f"{name}={value!r}, and {whose} {theirs!r}; leave {name} out")
         config = replace(config, **own)
     if on_disk is not None:
-        return config, None
+        return config, BaseForm()
     skipped = config.llm_int8_skip_modules or ()
-    return config, QuantConfig(config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, skipped)
+    quantization = QuantConfig(config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, skipped)
+    return config, BaseForm(quantization, form.dtype if form else None)
 
 
 def lora_settings(config: TrainConfig, given: frozenset[str] = frozenset()) -> tuple[TrainConfig, "LoraConfig | None"]:

@@ -19,7 +19,7 @@ from fastjax.models.checkpoint.save import save_model
 from fastjax.models.checkpoint.tokenizer import save_tokenizer
 from fastjax.models.decoder import CausalLM
 from fastjax.models.lora import LoraConfig, apply_lora
-from fastjax.models.peft_io import base_compute_dtype, load_adapter, save_adapter
+from fastjax.models.peft_io import load_adapter, save_adapter
 from fastjax.train.config import TrainConfig
 from fastjax.train.data import Dataset, TrainingRows, prompt_ids
 from fastjax.train.data.sources import parse_sources
@@ -124,11 +124,10 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = pri
     set_chat_template(base, config)
     if config.sample_prompt is not None:
         prompt_ids(base.tokenizer, config.sample_prompt, chat=bool(base.tokenizer.chat_template))
-    config, quantization = quantization_settings(config, base, given)
+    config, form = quantization_settings(config, base, given)
     rows, eval_rows = training_rows(config.data, config.eval_data, config, base)
     note_slow_dtype(config.dtype, given)
-    before = None if config.adapter is None else base_compute_dtype(config.adapter)
-    model = load_model(base.checkpoint, config.dtype, mesh, quantization=quantization, quantize_from=before)
+    model = load_model(base.checkpoint, config.dtype, mesh, quantization=form.quantization, quantize_from=form.dtype)
     if config.adapter is not None:
         lora = load_adapter(model, config.adapter)
     elif lora is not None:

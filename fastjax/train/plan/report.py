@@ -192,8 +192,8 @@ def _model(config: Any, given: frozenset[str]) -> tuple[ModelConfig, QuantConfig
             )
         return model, quantization, lora_settings(config, given)[1]
     base = open_base(config.model, config.adapter)
-    config, quantization = quantization_settings(config, base, given)
-    quantization = quantization or base.checkpoint.quantization
+    config, form = quantization_settings(config, base, given)
+    quantization = form.quantization or base.checkpoint.quantization
     return base.config, quantization, lora_settings(config, given)[1]
 
 

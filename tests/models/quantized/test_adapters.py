@@ -13,12 +13,13 @@ from flax import nnx
 from safetensors.torch import load_file
 
 from fastjax.errors import UserError
+from fastjax.models.base_form import BaseForm, read_base_form
 from fastjax.models.checkpoint.load import load_model
 from fastjax.models.checkpoint.save import save_model
 from fastjax.models.layers import LoraParam
 from fastjax.models.lora import LoraConfig, apply_lora, split_trainable
 from fastjax.models.merge import merge_lora
-from fastjax.models.peft_io import base_compute_dtype, base_quantization, save_adapter
+from fastjax.models.peft_io import save_adapter
 from fastjax.models.quant_config import QuantConfig
 from fastjax.models.quantized import is_quantized
 
@@ -91,20 +92,14 @@ def test_peft_has_the_same_logits_over_the_4bit_model(case, ids, logits, tmp_pat
     np.testing.assert_allclose(ours, logits(theirs, ids), atol=1e-4, rtol=0)
     assert np.abs(ours - logits(made.theirs, ids)).max() > 0.1
     assert len([name for name, _ in theirs.named_parameters() if "lora_" in name]) == 28
-    quantization = base_quantization(tmp_path)
-    assert (quantization.quant_type, quantization.double_quant, quantization.skip_modules) == (
-        "nf4",
-        True,
-        ("lm_head",),
-    )
-    assert base_compute_dtype(tmp_path) == "float32"
+    assert read_base_form(tmp_path) == BaseForm(QuantConfig("nf4", True, ("lm_head",)), "float32")
 
 
-def test_an_adapter_over_16bit_weights_says_nothing_of_4bit_ones(case, tmp_path):
+def test_an_adapter_over_16bit_weights_says_so(case, tmp_path):
     config = LoraConfig(r=2, target_modules=["q_proj"])
     model = apply_lora(load_model(str(case("nested").source), "float32"), config, jax.random.key(1))
     save_adapter(model, config, tmp_path)
-    assert base_quantization(tmp_path) is None and base_compute_dtype(tmp_path) is None
+    assert read_base_form(tmp_path) == BaseForm(None, None)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("skipped", "bfloat16"), ("head", "float32")])
@@ -195,8 +190,8 @@ def test_how_the_base_was_quantised_is_read_from_the_adapter_or_refused(tmp_path
     ):
         write(text)
         with pytest.raises(UserError, match=words):
-            base_quantization(tmp_path)
-    assert base_quantization(tmp_path / "nowhere") is None
+            read_base_form(tmp_path)
+    assert read_base_form(tmp_path / "nowhere") is None
     assert QuantConfig().to_hf("bfloat16")["bnb_4bit_compute_dtype"] == "bfloat16"
 
 

@@ -5,9 +5,14 @@ import json
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
 from fastjax import evaluate, generate
+from fastjax.models.base_form import BaseForm
+from fastjax.models.quant_config import QuantConfig
 from fastjax.train.__main__ import main as train
+from fastjax.train.config import TrainConfig
+from fastjax.train.parts import open_base, quantization_settings
 
 
 def test_thirty_steps_follow_lora_over_the_decoded_base(finished, run_of, folders):
@@ -85,6 +90,20 @@ def test_training_goes_on_over_a_base_like_the_adapters_own(run_of, folders, set
     assert train(flags(**words)) == 2
     error = capsys.readouterr().err
     assert "bnb_4bit_quant_type='nf4'" in error and "was trained over a base with 'fp4'; leave" in error
+
+
+def test_training_goes_on_over_16bit_weights_if_the_adapter_was_trained_so(finished, folders, tmp_path, capsys):
+    adapter = finished[0] / "adapter"
+    (tmp_path / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    factors = load_file(adapter / "adapter_model.safetensors")
+    save_file(factors, tmp_path / "adapter_model.safetensors", {"base_quantization_config": '{"load_in_4bit": false}'})
+    config = TrainConfig(model=str(folders.source), data="rows", output_dir="out", adapter=str(tmp_path))
+    base = open_base(config.model)
+    goes_on, form = quantization_settings(config, base)
+    assert goes_on.method == "lora" and form == BaseForm()
+    assert "trained over 16-bit weights, so method=lora; --method qlora quantises them" in capsys.readouterr().err
+    asked, form = quantization_settings(config, base, frozenset({"method"}))
+    assert asked.method == "qlora" and form == BaseForm(QuantConfig())
 
 
 def test_a_run_over_a_4bit_folder_is_the_same_and_is_resumed_by_its_own_config(finished, run_of, folders, capsys):
