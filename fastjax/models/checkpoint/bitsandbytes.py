@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,37 +187,34 @@ class BitsandbytesSource:
 
 
 def packed_tensors(
-    name: str,
-    shape: tuple[int, int],
-    format: PackedFormat,
-    nested_offset: float | None,
-    read: Callable[[], QuantizedWeight],
+    name: str, shape: tuple[int, int], format: PackedFormat, read: Callable[[], QuantizedWeight]
 ) -> dict[str, LazyTensor]:
     """The tensors under which bitsandbytes keeps one 4-bit weight.
 
     Args:
       name: of the weight.
-      nested_offset: needed before the rest, since it stands in the JSON object; None if block scales are not nested.
-      read: fetches the weight; called once for each tensor, when its turn comes.
+      read: fetches the weight; called here for the scales, which are kept (one byte in 33 with nested ones), and again
+        for the codes when their turn comes.
     """
     expected = packed_shapes(shape, nested=format.nested)
+    weight = read()
     state: dict[str, Any] = {
         "quant_type": format.quant_type, "blocksize": BLOCK_SIZE, "dtype": format.dtype, "shape": list(shape),
     }  # fmt: skip
     if format.nested:
-        state |= {"nested_blocksize": NESTED_BLOCK_SIZE, "nested_dtype": "float32", "nested_offset": nested_offset}
-    blob = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    tensors = {f"{name}{_STATE}{format.quant_type}": LazyTensor(blob.shape, blob.dtype, lambda: blob)}
-    table = CODES[format.quant_type].astype(np.float32)
-    tensors[f"{name}.quant_map"] = LazyTensor(table.shape, table.dtype, lambda: table)
-    fields = {"codes": "", "absmax": ".absmax", "nested_scale": ".nested_absmax", "nested_table": ".nested_quant_map"}
-    for field, suffix in fields.items():
-        if field in expected:
-            size, dtype = math.prod(expected[field][0]), expected[field][1]
-            flat = (size, 1) if field == "codes" else (size,)
-
-            def fetch(field: str = field, flat: tuple[int, ...] = flat) -> np.ndarray:
-                return np.asarray(getattr(read(), field)).reshape(flat)
-
-            tensors[f"{name}{suffix}"] = LazyTensor(flat, dtype, fetch)
+        offset = float(np.asarray(weight.nested_offset))
+        state |= {"nested_blocksize": NESTED_BLOCK_SIZE, "nested_dtype": "float32", "nested_offset": offset}
+    small: dict[str, np.ndarray] = {
+        f"{name}{_STATE}{format.quant_type}": np.frombuffer(json.dumps(state).encode(), np.uint8),
+        f"{name}.quant_map": CODES[format.quant_type].astype(np.float32),
+    }
+    fields = {"absmax": ".absmax", "nested_scale": ".nested_absmax", "nested_table": ".nested_quant_map"}
+    small |= {f"{name}{fields[k]}": np.asarray(getattr(weight, k)).reshape(-1) for k in fields if k in expected}
+    tensors = {key: LazyTensor(value.shape, value.dtype, partial(_same, value)) for key, value in small.items()}
+    flat = (math.prod(expected["codes"][0]), 1)
+    tensors[name] = LazyTensor(flat, np.dtype(np.uint8), lambda: np.asarray(read().codes).reshape(flat))
     return tensors
+
+
+def _same(array: np.ndarray) -> np.ndarray:
+    return array

@@ -112,6 +112,4 @@ def _packed_tensors(model: CausalLM, name: str, place: Place, packed: PackedForm
             merged = _float(model, place, packed.dtype)
             return quantize(merged, quant_type=packed.quant_type, nested=packed.nested)
 
-    offset = float(np.asarray(fetch().nested_offset)) if packed.nested else None
-    shape = (place.shape[0], place.shape[1])
-    return packed_tensors(name, shape, packed, offset, fetch)
+    return packed_tensors(name, (place.shape[0], place.shape[1]), packed, fetch)
