@@ -18,15 +18,17 @@ from fastjax.models.values import INT32_MAX, flag, number, same, shown, token_id
 
 # Keys that say where the file came from or how other programs run it; they change no number here.
 _NEUTRAL = frozenset({
-    "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "architectures",
+    "_name_or_path", "_model_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "_commit_hash",
+    "architectures",
     "begin_suppress_tokens", "dtype", "finetuning_task", "gradient_checkpointing", "id2label", "initializer_range",
     "is_llama_config", "label2id", "max_sequence_length", "model_type", "output_attentions", "output_hidden_states",
     "output_scores", "prefix", "pretraining_tp", "problem_type", "return_dict", "return_dict_in_generate",
     "suppress_tokens", "task_specific_params", "tokenizer_class", "torch_dtype", "torchscript",
     "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache", "use_bfloat16",
     # read elsewhere or older generation settings that config.json used to carry
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "temperature", "top_k",
-    "top_p", "do_sample", "max_length", "min_length", "num_beams", "num_beam_groups", "num_return_sequences",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
+    "temperature", "top_k", "top_p", "do_sample", "max_length", "min_length", "num_beams", "num_beam_groups",
+    "num_return_sequences",
     "repetition_penalty", "length_penalty", "diversity_penalty", "early_stopping", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "typical_p", "bad_words_ids", "exponential_decay_length_penalty",
     "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",

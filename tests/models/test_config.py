@@ -75,7 +75,8 @@ def test_end_of_sequence_may_be_one_id_or_several():
 
 def test_a_real_llama_config_of_an_older_transformers_is_read():
     ModelConfig.from_hf({
-        **BASE, "_name_or_path": "x", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+        **BASE, "_name_or_path": "x", "_model_name_or_path": "x.gguf", "unk_token_id": 0,
+        "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
         "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 4096, "num_key_value_heads": 4,
         "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False,
         "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": True,

@@ -62,6 +62,9 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: str | Path) -> 
     tokenizer.save_pretrained(str(folder))
     config = read_json(folder / "tokenizer_config.json")
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    # How this process read it says nothing of the tokenizer.
+    for key in ("is_local", "local_files_only"):
+        config.pop(key, None)
     if (template := tokenizer.chat_template) is not None:
         named = isinstance(template, dict)
         config["chat_template"] = [{"name": k, "template": v} for k, v in template.items()] if named else template
