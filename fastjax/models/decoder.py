@@ -4,6 +4,7 @@ Attribute names are HF's, so a tensor's name in a checkpoint is its path here. L
 stacked over a leading layer dimension; `jax.lax.scan` runs it, so compile time does not grow with depth.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fastjax.kernels.attention import attention, make_tile_bounds
 from fastjax.models.cache import KVCache
 from fastjax.models.config import ModelConfig
-from fastjax.models.layer_checkpoint import checkpoint_layer
+from fastjax.models.layer_checkpoint import checkpoint_layer, in_pieces
 from fastjax.models.layers import Embedding, Linear, LoraParam, LoraScale, RMSNorm, project
 from fastjax.models.products import matmul
 from fastjax.models.quantized import QuantizedParam, at_layer, matrix
@@ -96,6 +97,11 @@ class MLP(nnx.Module):
         inner = (_activation(self.hidden_act, gate.astype(jnp.float32)) * up).astype(x.dtype)
         return self.down_proj(inner, rngs.get("down_proj"))
 
+    def drops(self, rngs: dict[str, jax.Array]) -> bool:
+        """Whether dropout changes what a projection reads."""
+        adapters = {name: getattr(self, name).lora for name in ("gate_proj", "up_proj", "down_proj")}
+        return any(lora is not None and lora.drops(rngs.get(name)) for name, lora in adapters.items())
+
 
 class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then the same with the MLP."""
@@ -109,7 +115,13 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, **common)
 
     def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], *, dropout_rng: jax.Array | None, **context: Any
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        *,
+        dropout_rng: jax.Array | None,
+        mlp_tokens: int | None = None,
+        **context: Any,
     ) -> tuple[jax.Array, KVCache | None]:
         rngs: dict[str, jax.Array] = {}
         if dropout_rng is not None:
@@ -118,7 +130,14 @@ class DecoderLayer(nnx.Module):
         x = checkpoint_name(x, "layer_in")
         mixed, cache = self.self_attn(self.input_layernorm(x), rope, rngs=rngs, **context)
         x = checkpoint_name(x + mixed, "mid")
-        return x + self.mlp(self.post_attention_layernorm(x), rngs), cache
+
+        def rest(x: jax.Array) -> jax.Array:
+            return x + self.mlp(self.post_attention_layernorm(x), rngs)
+
+        # Dropout draws its bits for whole rows.
+        if mlp_tokens is None or self.mlp.drops(rngs):
+            return rest(x), cache
+        return in_pieces(rest, x, mlp_tokens), cache
 
 
 class CausalLM(nnx.Module):
@@ -160,6 +179,7 @@ class CausalLM(nnx.Module):
         dropout_rng: jax.Array | None = None,
         remat: str | RematPlan = "none",
         packed: bool = True,
+        mlp_tokens: int | None = None,
     ) -> Any:
         """The final norm's output for every token.
 
@@ -173,6 +193,8 @@ class CausalLM(nnx.Module):
           remat: what the backward keeps, see `fastjax.models.remat`.
           packed: False promises that each row is one document with its padding at the end: a causal mask then is all
             that attention needs, and what padding gives means nothing.
+          mlp_tokens: tokens of the batch that an MLP takes at a time, in layers of which `remat` keeps neither gate nor
+            up; None means all. Its width times the tokens is most of what a layer needs beside what is kept.
         Returns: [B, T, D] in the compute dtype; with a cache the pair (hidden, cache).
         """
         if positions is None:
@@ -189,13 +211,13 @@ class CausalLM(nnx.Module):
             documents = {"segment_ids": segment_ids, "tile_bounds": make_tile_bounds(segment_ids)}
         graphdef, outside, stacked = nnx.split(self.layers, whole, ...)  # type: ignore[misc]
 
-        def body(carry: tuple[jax.Array, KVCache | None], inputs: Any) -> Any:
+        def body(mlp_tokens: int | None, carry: tuple[jax.Array, KVCache | None], inputs: Any) -> Any:
             x, cache = carry
             leaves, layer = inputs
             module = nnx.merge(graphdef, at_layer(outside, layer), leaves)
             out = module(
                 x, rope, dropout_rng=dropout_rng, documents=documents, positions=positions, cache=cache,
-                layer=layer,
+                layer=layer, mlp_tokens=mlp_tokens,
             )  # fmt: skip
             return out, None
 
@@ -205,7 +227,8 @@ class CausalLM(nnx.Module):
             inputs = (stacked, jnp.arange(first, first + count))
             if len(groups) > 1:
                 inputs = (jax.tree.map(lambda leaf: leaf[first : first + count], stacked), inputs[1])  # noqa: B023
-            carry, _ = jax.lax.scan(checkpoint_layer(body, policy), carry, inputs)
+            of_group = partial(body, None if policy.keeps("gate") or policy.keeps("up") else mlp_tokens)
+            carry, _ = jax.lax.scan(checkpoint_layer(of_group, policy), carry, inputs)
         x, new_cache = carry
         hidden = self.norm(x)
         return hidden if cache is None else (hidden, new_cache)

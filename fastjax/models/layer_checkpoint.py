@@ -1,8 +1,9 @@
-"""A decoder layer whose backward keeps what a policy says."""
+"""How the backward of a decoder layer keeps less: what a policy says, and an MLP in pieces of its rows."""
 
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from fastjax.models.remat import Policy
 
@@ -22,3 +23,24 @@ def checkpoint_layer(layer: Callable, policy: Policy) -> Callable:
         saveable = jax.checkpoint_policies.save_only_these_names(*policy.saved)
     # Inside a scan the compiler cannot merge the recomputation with the forward, so its guard is not needed.
     return jax.checkpoint(layer, policy=saveable, prevent_cse=False)
+
+
+def in_pieces(function: Callable[[jax.Array], jax.Array], x: jax.Array, num_tokens: int) -> jax.Array:
+    """`function`, which takes every token by itself, of a few tokens of each row after the other.
+
+    The backward of a piece computes the piece again, so only one piece's values are ever there.
+
+    Args:
+      x: [B, T, D].
+      num_tokens: of all B rows together, in a piece at most (one of each row at least).
+    Returns: [B, T, D].
+    """
+    rows, length, width = x.shape
+    count = -(-length // max(1, num_tokens // rows))
+    if count <= 1:
+        return function(x)
+    size = -(-length // count)
+    padded = jnp.pad(x, ((0, 0), (0, count * size - length), (0, 0)))
+    pieces = jnp.swapaxes(padded.reshape(rows, count, size, width), 0, 1)
+    done = jax.lax.map(jax.checkpoint(function, prevent_cse=False), pieces)
+    return jnp.swapaxes(done, 0, 1).reshape(padded.shape)[:, :length]

@@ -26,6 +26,10 @@ class Policy:
     offloaded: tuple[str, ...] = ()
     all: bool = False
 
+    def keeps(self, name: str) -> bool:
+        """Whether an activation is kept, wherever."""
+        return self.all or name in self.saved or name in self.offloaded
+
     def __str__(self) -> str:
         if self.all:
             return "none"

@@ -13,6 +13,9 @@ from fastjax.train.mesh import BATCH_AXES, num_batch_shards
 
 # A stream of its own for the head's dropout; the decoder derives its layers' keys from the same micro-batch key.
 _HEAD_STREAM = 0x6EAD
+# Of each device, that an MLP takes at a time where its activations are not kept: a matmul is as fast as over a longer
+# row, and decoding the weights once more for every piece takes a fiftieth of it.
+MLP_TOKENS = 8192
 
 
 def shifted_targets(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -67,6 +70,7 @@ def loss_sum(
         remat=remat,
         # Only packed rows bring positions: in the others one document lies before its padding.
         packed="positions" in batch,
+        mlp_tokens=MLP_TOKENS * num_batch_shards(mesh),
     )
     weight = model.head_weight()
     lora = None if model.lm_head is None else model.lm_head.lora

@@ -94,14 +94,17 @@ def test_gradients_of_all_weights_equal_torch(family, changes, tiny_hf, from_hf_
 def test_every_remat_policy_gives_the_same_loss_and_gradients(tiny_hf, from_hf_model, input_ids):
     graphdef, state = nnx.split(from_hf_model(tiny_hf("llama")))
 
-    def loss(state, remat):
-        hidden = nnx.merge(graphdef, state).hidden_states(input_ids, remat=remat)
+    def loss(state, remat, mlp_tokens):
+        hidden = nnx.merge(graphdef, state).hidden_states(input_ids, remat=remat, mlp_tokens=mlp_tokens)
         return jnp.sum(jnp.sin(hidden))
 
-    value_and_grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-    expected = value_and_grad(state, "none")
-    for remat in ("full", "attention", "no_matmul"):
-        actual = value_and_grad(state, remat)
+    value_and_grad = jax.jit(jax.value_and_grad(loss), static_argnums=(1, 2))
+    expected = value_and_grad(state, "none", None)
+    rows, length = input_ids.shape
+    assert length % 5
+    # The last in pieces of 5 tokens of each row, of which the last one is not full.
+    for remat, mlp_tokens in (("full", None), ("attention", None), ("no_matmul", rows), ("full", 5 * rows)):
+        actual = value_and_grad(state, remat, mlp_tokens)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected)
 
 
