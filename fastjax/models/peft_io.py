@@ -12,8 +12,9 @@ import numpy as np
 from fastjax.errors import UserError
 from fastjax.models.base_form import WEIGHTS_NAME, base_metadata
 from fastjax.models.checkpoint.files import read_json, write_json
-from fastjax.models.checkpoint.safetensors_io import LazyTensor, SafetensorsFile, write_safetensors
+from fastjax.models.checkpoint.safetensors_io import LazyTensor, SafetensorsFile, read_all, write_safetensors
 from fastjax.models.decoder import CausalLM
+from fastjax.models.host import to_host
 from fastjax.models.layers import Linear, Lora
 from fastjax.models.lora import attach, layer_slice, module_at
 from fastjax.models.lora_config import (
@@ -39,7 +40,7 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 
 def save_adapter(
-    model: CausalLM, config: LoraConfig, folder: str | os.PathLike[str], base_model_name: str | None = None
+    model: CausalLM, config: LoraConfig, folder: str | os.PathLike[str] | None, base_model_name: str | None = None
 ) -> None:
     """Writes the adapter of `model` so that `peft.PeftModel.from_pretrained` loads it.
 
@@ -49,6 +50,7 @@ def save_adapter(
 
     Args:
       config: what the adapter was made from.
+      folder: None reads every tensor and writes nothing: of several processes all have to read, and one writes.
       base_model_name: folder or hub id that PEFT should find the base model under.
     Raises: UserError if the model has no adapter, or another than `config` describes.
     """
@@ -57,13 +59,16 @@ def save_adapter(
     tensors: dict[str, np.ndarray | LazyTensor] = {}
     for path, targets in plan.by_path().items():
         lora: Lora = module_at(model, path).lora
-        lora_a, lora_b = jax.device_get((lora.lora_a[...], lora.lora_b[...]))
+        lora_a, lora_b = to_host(lora.lora_a[...]), to_host(lora.lora_b[...])
         for target in targets:
             layer, rank = layer_slice(target), slice(target.rank)
             tensors[f"{_PREFIX}{target.name}.lora_A.weight"] = np.asarray(lora_a[(*layer, rank)])
             tensors[f"{_PREFIX}{target.name}.lora_B.weight"] = np.asarray(lora_b[(*layer, slice(None), rank)])
     for name in _saved_names(plan):
         tensors[f"{_PREFIX}{name}.weight"] = _lazily(_trained_weight(model, name))
+    if folder is None:
+        read_all(tensors)
+        return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / WEIGHTS_NAME, tensors, base_metadata(model))
@@ -145,7 +150,7 @@ def _set_trained(model: CausalLM, name: str, value: np.ndarray) -> None:
 
 
 def _lazily(weight: jax.Array) -> LazyTensor:
-    return LazyTensor(tuple(weight.shape), np.dtype(weight.dtype), lambda: np.asarray(weight))
+    return LazyTensor(tuple(weight.shape), np.dtype(weight.dtype), lambda: to_host(weight))
 
 
 def _sort_keys(

@@ -19,6 +19,7 @@ from fastjax.models.checkpoint.packed import lay_out_packed, planned_formats
 from fastjax.models.checkpoint.source import open_checkpoint
 from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import CausalLM
+from fastjax.models.host import place
 from fastjax.models.quant_config import QuantConfig
 from fastjax.models.quantized import MixedWeight, full_shape
 
@@ -92,13 +93,17 @@ def _value(
     """What is put into the buffers for a tensor: an array or a QuantizedWeight on the device."""
     # np.array copies: what jax gets is memory of its own, not a map of the file.
     if isinstance(tensor, QuantizedWeight):
-        return jax.device_put(jax.tree.map(np.array, tensor), sharding)
+        return _put_whole(jax.tree.map(np.array, tensor), sharding)
     if packed is not None:
         dtype = jnp.dtype(packed.dtype)
-    value = jax.device_put(np.array(tensor, dtype=dtype, order="C"), sharding)
+    value = _put_whole(np.array(tensor, dtype=dtype, order="C"), sharding)
     if packed is None:
         return value
     return quantize(value, quant_type=packed.quant_type, nested=packed.nested)
+
+
+def _put_whole(value: Any, sharding: NamedSharding | None) -> Any:
+    return jax.device_put(value) if sharding is None else place(value, sharding)
 
 
 def _with_row(buffer: Any, value: Any, layer: int | None) -> Any:

@@ -111,7 +111,7 @@ def write_safetensors(
     for name, tensor in tensors.items():
         if np.dtype(tensor.dtype) not in _NAMES:
             raise UserError(f"{name} has dtype {tensor.dtype}, which safetensors cannot hold; cast it first")
-    order = sorted(tensors, key=lambda name: -np.dtype(tensors[name].dtype).itemsize)
+    order = _order(tensors)
     # Filled in once the tensors, which are asked for one by one, have been written.
     blank = " ".join(["00000000"] * len(order))
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {}), CHECKSUMS: blank}}
@@ -133,6 +133,16 @@ def write_safetensors(
             file.write(array.data)
         file.seek(8 + text.index(f'"{CHECKSUMS}":"'.encode()) + len(CHECKSUMS) + 4)
         file.write(" ".join(checksums).encode())
+
+
+def read_all(tensors: Mapping[str, np.ndarray | LazyTensor]) -> None:
+    """Asks for the tensors as `write_safetensors` does, and writes nothing."""
+    for name in _order(tensors):
+        _bytes(name, tensors[name])
+
+
+def _order(tensors: Mapping[str, np.ndarray | LazyTensor]) -> list[str]:
+    return sorted(tensors, key=lambda name: -np.dtype(tensors[name].dtype).itemsize)
 
 
 def _bytes(name: str, tensor: np.ndarray | LazyTensor) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 from fastjax.errors import UserError
 from fastjax.models.checkpoint.files import replace_folder, write_json
 from fastjax.models.checkpoint.safetensors_header import read_header
-from fastjax.models.checkpoint.safetensors_io import LazyTensor, write_safetensors
+from fastjax.models.checkpoint.safetensors_io import LazyTensor, read_all, write_safetensors
 from fastjax.models.checkpoint.tensors import FORMS, model_tensors, quantization_of
 from fastjax.models.checkpoint.tokenizer import save_tokenizer
 from fastjax.models.decoder import CausalLM
@@ -23,7 +23,7 @@ _MARK = {"written_by": "fastjax"}
 
 def save_model(
     model: CausalLM,
-    folder: str | Path,
+    folder: str | Path | None,
     *,
     dtype: Any = None,
     form: str = "as_is",
@@ -39,7 +39,8 @@ def save_model(
 
     Args:
       model: with adapters only where `form` merges them.
-      folder: is made, together with its parents.
+      folder: is made, together with its parents. None reads every tensor and writes nothing: of several processes all
+        have to read, and one writes.
       dtype: of the written weights that are not 4-bit: bfloat16, float16 or float32; None means the one the model
         computes in (`model.dtype`): weights trained in full are float32 in memory, and their float32 is the
         optimiser's.
@@ -58,6 +59,10 @@ def save_model(
         raise UserError(f"dtype={dtype.name} for a saved model; it must be one of {', '.join(_DTYPES)}")
     assert form in FORMS, form
     tensors = model_tensors(model, dtype, form)
+    if folder is None:
+        for shard in _shards(tensors, max_shard_bytes):
+            read_all(shard)
+        return
     with replace_folder(Path(folder), overwrite) as target:
         config = {**model.config.to_hf(), "dtype": dtype.name, "torch_dtype": dtype.name}
         config["tie_word_embeddings"] = model.lm_head is None
@@ -80,20 +85,29 @@ def is_saved_model(folder: Path) -> bool:
         return False
 
 
-def _write_weights(folder: Path, tensors: Mapping[str, LazyTensor], max_shard_bytes: int) -> None:
+def _shards(tensors: Mapping[str, LazyTensor], max_shard_bytes: int) -> list[dict[str, LazyTensor]]:
     shards: list[dict[str, LazyTensor]] = [{}]
-    filled = total = 0
+    filled = 0
     for name, tensor in tensors.items():
-        size = int(np.prod(tensor.shape)) * tensor.dtype.itemsize
+        size = _num_bytes(tensor)
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append({})
             filled = 0
         shards[-1][name] = tensor
         filled += size
-        total += size
+    return shards
+
+
+def _num_bytes(tensor: LazyTensor) -> int:
+    return int(np.prod(tensor.shape)) * tensor.dtype.itemsize
+
+
+def _write_weights(folder: Path, tensors: Mapping[str, LazyTensor], max_shard_bytes: int) -> None:
+    shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:
         write_safetensors(folder / "model.safetensors", shards[0], _MARK)
         return
+    total = sum(map(_num_bytes, tensors.values()))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"

@@ -16,6 +16,7 @@ from fastjax.models.checkpoint.checkpoint import PackedFormat
 from fastjax.models.checkpoint.names import HEAD, Place, places
 from fastjax.models.checkpoint.safetensors_io import LazyTensor
 from fastjax.models.decoder import CausalLM
+from fastjax.models.host import to_host
 from fastjax.models.layers import Linear, LoraParam, LoraScale
 from fastjax.models.lora import module_at
 from fastjax.models.merge import merged_layer
@@ -43,7 +44,7 @@ def model_tensors(model: CausalLM, dtype: Any, form: str) -> dict[str, LazyTenso
         packed = None if form == "merged" else _packed(values[place.path], place.layer)
         if packed is None:
             fetch = partial(_float, model, place, dtype)
-            tensors[name] = LazyTensor(place.shape, dtype, lambda fetch=fetch: np.asarray(fetch()))  # type: ignore[misc]
+            tensors[name] = LazyTensor(place.shape, dtype, lambda fetch=fetch: to_host(fetch()))  # type: ignore[misc]
         else:
             tensors |= _packed_tensors(model, name, place, packed)
     return tensors
