@@ -34,6 +34,12 @@ class NumericsError(FastjaxError):
     exit_code = 4
 
 
+class ProcessLost(FastjaxError):
+    """Another process of a run of several is gone; the last checkpoint is where the run goes on."""
+
+    exit_code = 5
+
+
 class Interrupted(FastjaxError):
     """A signal ended the run after its state was saved; the exit code is 128 plus the signal's number."""
 

@@ -7,11 +7,12 @@ from typing import Any
 from fastjax.errors import UserError
 from fastjax.face.refusals import CHANGE_NOTHING, SFT_CONFIG, complaints, raise_all, tell_ignored
 from fastjax.settings import check, field_types, rule_of
-from fastjax.train.config import LORA_SETTINGS, QUANT_SETTINGS, TrainConfig
+from fastjax.train.config import LORA_SETTINGS, PLACE_SETTINGS, QUANT_SETTINGS, TrainConfig
 
 # Settings of a run that the model and the data of a trainer bring with them.
 _BROUGHT = (
-    "model", "data", "eval_data", "sample_prompt", "inspect", "html", "method", "dtype", *QUANT_SETTINGS, *LORA_SETTINGS
+    "model", "data", "eval_data", "sample_prompt", "inspect", "html", "method", "dtype", *PLACE_SETTINGS,
+    *QUANT_SETTINGS, *LORA_SETTINGS,
 )  # fmt: skip
 
 _SAME_OPTIMIZER = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf")
@@ -116,6 +117,8 @@ def _where(name: str) -> str:
         return "give the rows to SFTTrainer, as train_dataset and eval_dataset"
     if name in ("model", "dtype"):
         return "give it to FastLanguageModel.from_pretrained"
+    if name in PLACE_SETTINGS:
+        return "call jax.distributed.initialize before anything else"
     if name in ("inspect", "html"):
         return "call trainer.inspect(num_rows, html=...)"
     if name == "sample_prompt":

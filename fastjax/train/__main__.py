@@ -4,7 +4,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from fastjax.cli import Options, run_command
+from fastjax.cli import Options, as_known_error, run_command
+from fastjax.hosts.connect import finish, session
 from fastjax.train.config import TrainConfig
 
 
@@ -14,6 +15,11 @@ def train(config: TrainConfig, options: Options) -> None:
     if config.inspect is not None:
         _inspect(config, options)
         return
+    with session(config.place, _explain):
+        _run(config, options)
+
+
+def _run(config: TrainConfig, options: Options) -> None:
     from fastjax.train.run import run
 
     if options.json:
@@ -21,6 +27,14 @@ def train(config: TrainConfig, options: Options) -> None:
         print(json.dumps(result.to_dict()))
     else:
         print(run(config, options.given))
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    """The exit code of an error, and what to tell other processes of it."""
+    known = as_known_error(error) if isinstance(error, Exception) else None
+    if known is not None:
+        return known.exit_code, str(known)
+    return (130, "interrupted") if isinstance(error, KeyboardInterrupt) else (1, f"{type(error).__name__}: {error}")
 
 
 def _inspect(config: TrainConfig, options: Options) -> None:
@@ -42,7 +56,8 @@ def _inspect(config: TrainConfig, options: Options) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m fastjax.train`; returns the exit code."""
-    return run_command(TrainConfig, train, argv, prog="fastjax train", description=__doc__ or "")
+    code = run_command(TrainConfig, train, argv, prog="fastjax train", description=__doc__ or "")
+    return finish(code, sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import struct
 from typing import Any, Literal
 
 from fastjax.errors import UserError
+from fastjax.hosts.connect import Place, place_of
 from fastjax.models.remat import AUTO, parse_plan
 from fastjax.settings import check_all, nearest, setting
 from fastjax.train.data.rows import parse_columns
@@ -101,9 +102,10 @@ class RowConfig:
     def to_dict(self) -> dict[str, Any]:
         """The settings as YAML and JSON hold them; `--config` reads them back to the same run.
 
-        What to do with an earlier run is left out: it belongs to one start, and would delete that run at the next.
+        What to do with an earlier run is left out: it belongs to one start, and would delete that run at the next. So
+        is where a process stands among others.
         """
-        starts = ("resume", "resume_override", "overwrite_output_dir", "inspect", "html")
+        starts = ("resume", "resume_override", "overwrite_output_dir", "inspect", "html", *PLACE_SETTINGS)
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in starts}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -192,6 +194,12 @@ class TrainConfig(RowConfig):
         None, f"settings in which a resumed run may differ from its checkpoint, of {', '.join(OVERRIDABLE)}"
     )
     overwrite_output_dir: bool = setting(False, "delete the earlier run in output_dir and start anew")
+    distributed: Literal["none", "auto"] = setting(
+        "none", "auto: one of several processes, started by Slurm, Open MPI or Kubernetes as jax detects them"
+    )
+    coordinator: str | None = setting(None, "one of several processes: host:port of process 0, a free port there")
+    num_processes: int | None = setting(None, "how many processes there are", minimum=1)
+    process_id: int | None = setting(None, "which of them this is, from 0", minimum=0)
     report_to: Literal["tensorboard", "wandb", "none"] = setting("tensorboard", "where else metrics go")
     sample_prompt: str | None = setting(None, "print the greedy answer to this before and after training")
     inspect: int | None = setting(None, "print this many training rows as they will be trained, and stop", minimum=1)
@@ -213,12 +221,18 @@ class TrainConfig(RowConfig):
         self._validate_lora()
         self._validate_evaluation()
         self._validate_override()
+        self.place  # noqa: B018  (parses it, raises)
         if self.html is not None and self.inspect is None:
             raise UserError(f"html={self.html!r} without inspect; say with --inspect N how many rows the page shows")
         if self.resume != "never" and self.overwrite_output_dir:
             raise UserError(
                 f"resume={self.resume!r} goes on with the run that overwrite_output_dir deletes; choose one of the two"
             )
+
+    @property
+    def place(self) -> Place | None:
+        """Where this process stands among those of the run; None if it is alone. Raises: as `place_of`."""
+        return place_of(self.distributed, self.coordinator, self.num_processes, self.process_id)
 
     def _validate_evaluation(self) -> None:
         """Raises: UserError for a setting that needs evaluations that there are not."""
@@ -306,6 +320,8 @@ class TrainConfig(RowConfig):
         if any(layer < 0 for layer in self.layers_to_transform or ()):
             raise UserError(f"layers_to_transform={list(self.layers_to_transform or ())}; layers count from 0")
 
+
+PLACE_SETTINGS = ("distributed", "coordinator", "num_processes", "process_id")
 
 QUANT_SETTINGS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_skip_modules")
 

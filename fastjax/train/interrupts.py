@@ -53,7 +53,8 @@ class StopSignals:
             signal.set_wakeup_fd(-1)
             os.close(self._wakeup)
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            # None: a handler that was not Python's, such as that of jax's preemption service.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number

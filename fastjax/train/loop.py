@@ -1,5 +1,6 @@
 """One run over one model: what its settings amount to, where it starts, and how it ends."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,16 +9,19 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from fastjax.errors import DeviceMemoryError, UserError, is_out_of_memory
+from fastjax.errors import DeviceMemoryError, Interrupted, NumericsError, UserError, is_out_of_memory
+from fastjax.hosts.exchange import check_same, from_first, is_first, num_processes
+from fastjax.hosts.watch import lost
 from fastjax.models.decoder import CausalLM
+from fastjax.models.host import place
 from fastjax.models.lora import LoraConfig, split_trainable
 from fastjax.models.remat import AUTO, parse_plan
+from fastjax.train.agreed_stop import AgreedStop
 from fastjax.train.best import Best, best_of
 from fastjax.train.config import TrainConfig
 from fastjax.train.data import Dataset, TrainingRows, steps_per_epoch, train_batches
-from fastjax.train.interrupts import StopSignals
 from fastjax.train.memory import out_of_memory
-from fastjax.train.mesh import make_mesh, num_batch_shards, replicated
+from fastjax.train.mesh import check_covers_processes, local_rows, make_mesh, num_batch_shards, replicated
 from fastjax.train.metrics import check_writer, read_metrics
 from fastjax.train.optim import make_optimizer
 from fastjax.train.result import TrainResult
@@ -57,8 +61,9 @@ class Trainer:
         Raises: UserError for settings that cannot be.
         """
         self.model, self.config, self.rows, self.eval_rows, self.finish = model, config, rows, eval_rows, finish
-        self.start, self.say = start, say
+        self.start, self.say = start, say if is_first() else _say_nothing
         self.mesh = mesh or make_mesh(config.data_parallel_size)
+        check_covers_processes(self.mesh)
         shards = num_batch_shards(self.mesh)
         self.batch_size = config.per_device_train_batch_size * shards
         self.eval_batch_size = config.per_device_eval_batch_size * shards
@@ -87,6 +92,7 @@ class Trainer:
         self.folder = RunFolder(Path(config.output_dir))
         self.store = CheckpointStore(self.folder.checkpoints, config.save_total_limit)
         self.fingerprint = fingerprint(config, model, lora, rows, self.batch_size)
+        check_same("what a run is made of", self.fingerprint)
 
     def train(self) -> TrainResult:
         """Trains from the start, or from the checkpoint that `config.resume` names, to the last step.
@@ -94,22 +100,28 @@ class Trainer:
         Raises: UserError for a folder or checkpoint that does not fit; NumericsError when a loss or gradient is NaN or
           infinite; Interrupted after SIGINT or SIGTERM, the state having been saved.
         """
-        self.folder.check(self.config.resume, self.config.overwrite_output_dir)
-        with self.folder.lock():
+        with contextlib.ExitStack() as stack:
+
+            def take_folder() -> None:
+                self.folder.check(self.config.resume, self.config.overwrite_output_dir)
+                stack.enter_context(self.folder.lock())
+
+            from_first(take_folder)
+            self.folder.check_shared()
             return self._train()
 
     def _train(self) -> TrainResult:
         config = self.config
         # Again: another run may have written there before the lock was ours.
-        self.folder.check(config.resume, config.overwrite_output_dir)
-        checkpoint, complaints = self.folder.find_checkpoint(config.resume)
+        from_first(lambda: self.folder.check(config.resume, config.overwrite_output_dir))
+        checkpoint, complaints = self._find_checkpoint()
         if complaints and checkpoint is None:
             raise UserError(f"no whole checkpoint is left: {'; '.join(complaints)}; start anew without resume")
         for complaint in complaints:
             self.say(f"passed over a damaged checkpoint: {complaint}")
         graphdef, trainable, frozen = split_trainable(self.model, config.method)
         state = self._initial_state(trainable, checkpoint)
-        frozen = jax.device_put(frozen, replicated(self.mesh))
+        frozen = place(frozen, replicated(self.mesh))
         # Lets go of the initial values that a checkpoint has replaced.
         nnx.update(self.model, state.trainable, frozen)
         del trainable
@@ -130,27 +142,27 @@ class Trainer:
             batch_size=self.batch_size,
             accumulation=config.gradient_accumulation_steps,
             seed=config.seed,
+            local_rows=local_rows(self.mesh, self.batch_size),
         )
         if state.position:
             batches.set_state(state.position["data"])
         if self.start is not None:
             self.start(self.model)
-        if not config.overwrite_output_dir:
-            self.folder.check_room(num_bytes(state))
-        # Everything that can be refused has been; from here on the folder changes.
-        self.folder.start(config.to_dict(), keep=checkpoint is not None)
-        if config.overwrite_output_dir:
-            self.folder.check_room(num_bytes(state))
-        self.store.discard_after(state.step)
+        from_first(lambda: self._start_folder(state, keep=checkpoint is not None))
         run = Run(self, graphdef, frozen, state, batches)
         try:
-            with StopSignals() as stop:
+            with AgreedStop() as stop:
                 result = run.steps(stop)
                 if self.finish is not None:
                     nnx.update(self.model, run.trainable)
                     self.finish(self.model, self.folder)
-                    self.folder.mark_result(self.store.path(result.step))
+                    if is_first():
+                        self.folder.mark_result(self.store.path(result.step))
         except Exception as error:
+            if num_processes() > 1 and not isinstance(error, NumericsError | Interrupted):
+                # The others may never write their part of the checkpoint that is on its way.
+                self.store.abandon()
+                raise (lost(error) or error) from error
             self.wait_for_checkpoint()
             if is_out_of_memory(error):
                 raise DeviceMemoryError(out_of_memory(error, self.config)) from error
@@ -162,6 +174,23 @@ class Trainer:
             run.close()
             nnx.update(self.model, run.trainable)
         return result
+
+    def _find_checkpoint(self) -> tuple[Path | None, list[str]]:
+        def find() -> tuple[str | None, list[str]]:
+            path, complaints = self.folder.find_checkpoint(self.config.resume)
+            return None if path is None else str(path), complaints
+
+        path, complaints = from_first(find)
+        return None if path is None else Path(path), complaints
+
+    def _start_folder(self, state: TrainState, *, keep: bool) -> None:
+        """Everything that can be refused has been; from here on the folder changes."""
+        if not self.config.overwrite_output_dir:
+            self.folder.check_room(num_bytes(state))
+        self.folder.start(self.config.to_dict(), keep=keep)
+        if self.config.overwrite_output_dir:
+            self.folder.check_room(num_bytes(state))
+        self.store.discard_after(state.step)
 
     def _is_finished(self, checkpoint: Path, step: int) -> bool:
         """Whether an earlier call did all: the last step, its evaluation, and the result's files after it."""
@@ -197,8 +226,8 @@ class Trainer:
 
     def _initial_state(self, trainable: Any, checkpoint: Path | None) -> TrainState:
         everywhere = replicated(self.mesh)
-        trainable = jax.device_put(trainable, everywhere)
-        rng = jax.device_put(jax.random.key(self.config.seed), everywhere)
+        trainable = place(trainable, everywhere)
+        rng = jax.jit(lambda: jax.random.key(self.config.seed), out_shardings=everywhere)()
         if checkpoint is None:
             opt_state = jax.jit(self.optimizer.init, out_shardings=everywhere)(trainable)
             return TrainState(trainable, opt_state, rng, 0, {})
@@ -212,3 +241,7 @@ class Trainer:
                 "raise max_steps or num_train_epochs"
             )
         return state
+
+
+def _say_nothing(text: str) -> None:
+    """What a process says that is not the first: the first one has said the same."""

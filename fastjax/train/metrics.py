@@ -81,18 +81,27 @@ def peak_memory_bytes() -> int | None:
 class MetricsFile:
     """metrics.jsonl, one object a line, each on the disk's queue as soon as it is written."""
 
-    def __init__(self, path: Path, *, keep_until: int | None = None) -> None:
-        """Args: keep_until: drop torn lines and those of later steps; None starts an empty file."""
+    def __init__(self, path: Path, *, keep_until: int | None = None, write: bool = True) -> None:
+        """Args:
+        keep_until: drop torn lines and those of later steps; None starts an empty file.
+        write: False only keeps the lines: of several processes one writes the file.
+        """
         self.lines = [] if keep_until is None else [line for line in read_metrics(path) if line["step"] <= keep_until]
+        self._file: Any = None
+        self._path = path
+        if not write:
+            return
         with replace_file(path) as file:
             for line in self.lines:
                 file.write((json.dumps(line) + "\n").encode())
         # Unbuffered: what a full disk refuses is not tried again when the file is closed.
-        self._file, self._path = path.open("ab", buffering=0), path
+        self._file = path.open("ab", buffering=0)
 
     def write(self, line: Line) -> None:
         """Appends one line, or none of it. Raises: OSError with the file's name."""
         self.lines.append(line)
+        if self._file is None:
+            return
         text, before = (json.dumps(line, allow_nan=False) + "\n").encode(), os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(text) < len(text):
@@ -104,11 +113,13 @@ class MetricsFile:
 
     def flush(self) -> None:
         """Puts the lines so far on the disk: a checkpoint of their step must not get there before them."""
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """No line can be written after this."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[Line]:

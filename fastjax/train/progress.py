@@ -15,14 +15,20 @@ class Progress:
     """Steps done of all; a log that is redirected gets no carriage return."""
 
     def __init__(
-        self, total: int, initial: int = 0, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        total: int,
+        initial: int = 0,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        silent: bool = False,
     ) -> None:
-        """Args: initial: steps done before. stream: None is stderr. clock: seconds."""
+        """Args: initial: steps done before. stream: None is stderr. clock: seconds. silent: show nothing at all."""
         self._total, self._clock = total, clock
-        self._stream = stream or sys.stderr
+        self._stream, self._silent = stream or sys.stderr, silent
         self._bar = None
         self._last: float | None = None
-        if self._stream.isatty():
+        if self._stream.isatty() and not silent:
             self._bar = tqdm(total=total, initial=initial, unit="step", dynamic_ncols=True, file=self._stream)
 
     def step(self) -> None:
@@ -60,4 +66,5 @@ class Progress:
             self._bar.close()
 
     def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        if not self._silent:
+            print(text, file=self._stream, flush=True)

@@ -13,6 +13,7 @@ import jax
 
 from fastjax.devices import note_slow_dtype
 from fastjax.errors import UserError
+from fastjax.hosts.exchange import check_same, from_first, is_first
 from fastjax.models.checkpoint.files import replace_folder
 from fastjax.models.checkpoint.load import load_model
 from fastjax.models.checkpoint.save import save_model
@@ -24,7 +25,7 @@ from fastjax.train.config import TrainConfig
 from fastjax.train.data import Dataset, TrainingRows, prompt_ids
 from fastjax.train.data.sources import parse_sources
 from fastjax.train.loop import Trainer
-from fastjax.train.mesh import make_mesh
+from fastjax.train.mesh import check_covers_processes, make_mesh
 from fastjax.train.metrics import check_writer
 from fastjax.train.parts import (
     Base,
@@ -113,10 +114,12 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = pri
     Raises: what `Trainer.train` raises, and UserError for everything that is wrong before it; then nothing is written.
     """
     folder = RunFolder(Path(config.output_dir))
-    folder.check(config.resume, config.overwrite_output_dir)
+    check_same("settings", config.to_dict())
+    from_first(lambda: folder.check(config.resume, config.overwrite_output_dir))
     _check_sources(config)
     check_writer(config.report_to)
     mesh = make_mesh(config.data_parallel_size)
+    check_covers_processes(mesh)
     base = open_base(config.model, config.adapter)
     config, lora = lora_settings(config, given)
     if lora is not None:
@@ -153,11 +156,15 @@ def train_model(
     """
 
     def save(trained: CausalLM, folder: RunFolder) -> None:
+        # Every process takes part in reading what is spread over them; one writes.
         if lora is None:
             save_model(
-                trained, folder.model, dtype=config.dtype, tokenizer=base.tokenizer, overwrite=True,
-                generation_config=base.checkpoint.generation_config,
+                trained, folder.model if is_first() else None, dtype=config.dtype, tokenizer=base.tokenizer,
+                overwrite=True, generation_config=base.checkpoint.generation_config,
             )  # fmt: skip
+            return
+        if not is_first():
+            save_adapter(trained, lora, None)
             return
         with replace_folder(folder.adapter, overwrite=True) as target:
             save_adapter(trained, lora, target, base.checkpoint.name)
@@ -169,7 +176,7 @@ def train_model(
         before.extend(_sample(config, base, loaded, "before", say))
 
     trainer = Trainer(model, config, rows, eval_rows, lora=lora, mesh=mesh, start=start, finish=save, say=say)
-    trainer.folder.check(config.resume, config.overwrite_output_dir)
+    from_first(lambda: trainer.folder.check(config.resume, config.overwrite_output_dir))
     for report in (rows.report, None if eval_rows is None else eval_rows.report):
         if report is not None:
             say(str(report))

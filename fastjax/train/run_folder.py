@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastjax.errors import UserError
+from fastjax.hosts.exchange import from_first, this_process
 from fastjax.models.checkpoint.files import (
     OUR_FILES,
     check_folder,
@@ -27,6 +29,9 @@ _MARK = "# A fastjax run; `--config` takes this file."
 
 # In the checkpoint whose result was saved.
 _HAS_RESULT = "result.json"
+
+# A network file system may show a new file to other hosts after some time only.
+_VISIBLE_WITHIN_S = 60.0
 
 # What TensorBoard and Weights & Biases leave in the folder that they are given.
 _EVENTS = ("events.out.tfevents.*", "wandb")
@@ -91,6 +96,21 @@ class RunFolder:
                 f"resume={resume!r} is a checkpoint of another run than the one in output_dir={str(self.path)!r}; "
                 "give that run's folder, or an empty one"
             )
+
+    def check_shared(self) -> None:
+        """Whether all processes of the run see this folder, which the first one has locked.
+
+        Raises: UserError in a process that does not.
+        """
+        owner = from_first((self.path / LOCK).read_text)
+        until = time.monotonic() + _VISIBLE_WITHIN_S
+        while not ((self.path / LOCK).is_file() and (self.path / LOCK).read_text() == owner):
+            if time.monotonic() > until:
+                raise UserError(
+                    f"output_dir={str(self.path)!r} is not the same folder for {this_process()} and for process 0; "
+                    "give one on a file system that all hosts share"
+                )
+            time.sleep(0.2)
 
     def check_room(self, num_bytes: int) -> None:
         """Raises: UserError if the folder's disk has no room for a checkpoint of so many bytes."""

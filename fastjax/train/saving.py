@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from fastjax.hosts import exchange
 from fastjax.models.checkpoint.files import replace_folder
 from fastjax.train import files
 from fastjax.train.manifest import MANIFEST, write_manifest
@@ -42,6 +43,7 @@ class Saving:
     ) -> None:
         """Args: contents: of the manifest. then: called in the thread once the folder has its name."""
         self.final, self._arrays, self._contents, self._then = final, _detached(arrays), contents, then
+        self._key = exchange.unique("save")
         self._copied, self._abandoned = threading.Event(), threading.Event()
         self._failure: BaseException | None = None
         # A daemon: a process that is told to end at once does not wait for the rest of a checkpoint.
@@ -71,6 +73,9 @@ class Saving:
 
     def _run(self) -> None:
         try:
+            if exchange.num_processes() > 1:
+                self._write_together()
+                return
             try:
                 self._write()
             except TimeoutError:
@@ -86,23 +91,50 @@ class Saving:
             self._copied.set()
 
     def _write(self) -> None:
-        import orbax.checkpoint as ocp
-
         self.final.parent.mkdir(parents=True, exist_ok=True)
         files.check_room(self.final.parent, sum(array.nbytes for array in self._arrays.values()))
         with replace_folder(self.final, overwrite=True, ours=(ARRAYS, MANIFEST)) as temporary:
-            options = ocp.AsyncOptions(timeout_secs=_NEVER_S)
-            with (
-                _disk_errors(self.final),
-                ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), async_options=options) as checkpointer,
-            ):
-                checkpointer.save((temporary / ARRAYS).absolute(), args=ocp.args.StandardSave(dict(self._arrays)))
-                self._copied.set()
-                checkpointer.wait_until_finished()
+            if exchange.num_processes() > 1:
+                exchange.put(f"{self._key}/folder", str(temporary.absolute()))
+            self._write_arrays(temporary)
             write_manifest(temporary, self._contents)
             files.flush(temporary)
             if self._abandoned.is_set():
                 raise Abandoned
+
+    def _write_together(self) -> None:
+        """The first process makes the folder and gives it its name; each writes the arrays that it has."""
+        if exchange.is_first():
+            self._write()
+            self._then()
+            exchange.put(f"{self._key}/done", True)
+        else:
+            self._write_arrays(Path(exchange.get(f"{self._key}/folder")))
+            exchange.get(f"{self._key}/done")
+
+    def _write_arrays(self, folder: Path) -> None:
+        import orbax.checkpoint as ocp
+
+        options: dict[str, Any] = {}
+        if exchange.num_processes() > 1:
+            # Named processes meet through jax's coordination service; otherwise on their devices, which the main thread
+            # is giving the next step to.
+            together = ocp.options.MultiprocessingOptions(
+                active_processes=set(range(exchange.num_processes())),
+                barrier_sync_key_prefix=self._key.replace("/", "_"),
+            )
+            options = {"multiprocessing_options": together}
+        with (
+            _disk_errors(self.final),
+            ocp.AsyncCheckpointer(
+                ocp.StandardCheckpointHandler(**options),
+                async_options=ocp.AsyncOptions(timeout_secs=_NEVER_S),
+                **options,
+            ) as checkpointer,
+        ):
+            checkpointer.save((folder / ARRAYS).absolute(), args=ocp.args.StandardSave(dict(self._arrays)))
+            self._copied.set()
+            checkpointer.wait_until_finished()
 
 
 def _detached(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

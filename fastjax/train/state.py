@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from fastjax.errors import UserError
+from fastjax.hosts.exchange import from_first, is_first
 from fastjax.models.checkpoint.files import remove_leftovers
 from fastjax.train import files
 from fastjax.train.manifest import MANIFEST, damage, read_manifest
@@ -70,6 +71,8 @@ class CheckpointStore:
     def begin(self, state: TrainState, fingerprint: Mapping[str, Any]) -> Path:
         """Starts to save the state, and returns the checkpoint's folder, which is there after `wait`.
 
+        Of several processes all must call this, for the same state, and each writes what lies on its devices.
+
         The state's arrays may be donated as soon as this returns. An earlier save is waited for. Once this one is
         complete, what exceeds `save_total_limit` is removed.
 
@@ -84,7 +87,7 @@ class CheckpointStore:
             "fingerprint": fingerprint,
             "leaves": {name: _describe(leaf) for name, leaf in arrays.items()},
         }
-        if self.folder.is_dir():
+        if self.folder.is_dir() and is_first():
             remove_leftovers(self.folder)
         final = self.path(state.step)
         self._saving = Saving(final, arrays, contents, then=lambda: self._keep_only(state.step))
@@ -164,7 +167,7 @@ def restore(
     """
     import orbax.checkpoint as ocp
 
-    complaint = damage(checkpoint)
+    complaint = from_first(lambda: damage(checkpoint))
     if complaint is not None:
         raise UserError(f"this checkpoint is damaged: {complaint}; resume from an older one, or start anew")
     manifest = read_manifest(checkpoint)

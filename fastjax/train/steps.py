@@ -11,16 +11,17 @@ import jax
 from jax.sharding import Mesh
 
 from fastjax.errors import Interrupted, NumericsError
+from fastjax.hosts.exchange import is_first
 from fastjax.models.decoder import CausalLM
 from fastjax.models.remat import AUTO, RematPlan, parse_plan
+from fastjax.train.agreed_stop import AgreedStop
 from fastjax.train.best import Best
 from fastjax.train.config import TrainConfig
 from fastjax.train.data import Batches, Dataset, eval_batches
 from fastjax.train.evaluate import EvalResult, evaluate
 from fastjax.train.feed import Feed
 from fastjax.train.health import Health
-from fastjax.train.interrupts import StopSignals
-from fastjax.train.mesh import batch_sharding, num_batch_shards, put_batch
+from fastjax.train.mesh import batch_sharding, local_rows, num_batch_shards, put_batch
 from fastjax.train.metrics import Interval, MetricsFile, make_writer, plot_loss
 from fastjax.train.plan.abstract import abstract_batch
 from fastjax.train.plan.auto import auto_step
@@ -82,9 +83,11 @@ class Run:
         self.train_step = self._make_step(graphdef, batches)
         self.eval_step = make_eval_step(graphdef, mesh=self.mesh)
         folder = setup.folder
-        self.writer = make_writer(self.config.report_to, folder.tensorboard, self.config.to_dict(), step=self.step)
-        self.log = MetricsFile(folder.metrics, keep_until=self.step if state.position else None)
-        self.progress = Progress(setup.total_steps, self.step)
+        first = is_first()
+        report_to = self.config.report_to if first else "none"
+        self.writer = make_writer(report_to, folder.tensorboard, self.config.to_dict(), step=self.step)
+        self.log = MetricsFile(folder.metrics, keep_until=self.step if state.position else None, write=first)
+        self.progress = Progress(setup.total_steps, self.step, silent=not first)
         self.best = Best()
         self._judge()
 
@@ -113,14 +116,14 @@ class Run:
             say=setup.say,
         )
 
-    def steps(self, stop: StopSignals) -> TrainResult:
+    def steps(self, stop: AgreedStop) -> TrainResult:
         """All steps that are left, with their logging, evaluating and saving."""
         begin = time.perf_counter()
         self.since = begin - self.interval.seconds
         every, total = self.config.logging_steps, self.setup.total_steps
         # A run that was stopped between a step and its evaluation still owes it.
         self._evaluate_if_due(stop)
-        while self._has_steps_left() and not stop:
+        while self._has_steps_left() and not stop.requested():
             self.trainable, self.opt_state, metrics = self.train_step(
                 self.trainable, self.opt_state, self.frozen, self.feed.take(), self.rng
             )
@@ -210,17 +213,16 @@ class Run:
                 self._write(line)
                 self.progress.logged(line)
 
-    def _evaluate_if_due(self, stop: StopSignals) -> None:
+    def _evaluate_if_due(self, stop: AgreedStop) -> None:
         if not self._owes_evaluation():
             return
         self._settle()
         rows, step = self.setup.eval_rows, self.step
         assert rows is not None
         begin = time.perf_counter()
-        with eval_batches(rows, self.setup.eval_batch_size) as batches:
-            result = evaluate(
-                self.eval_step, self.trainable, self.frozen, batches, mesh=self.mesh, stop=lambda: bool(stop)
-            )
+        here = local_rows(self.mesh, self.setup.eval_batch_size)
+        with eval_batches(rows, self.setup.eval_batch_size, local_rows=here) as batches:
+            result = evaluate(self.eval_step, self.trainable, self.frozen, batches, mesh=self.mesh, stop=stop.requested)
         if result is not None:
             if not math.isfinite(result.loss):
                 self._numbers_went_wrong(step, f"eval_loss {result.loss}")
@@ -281,6 +283,8 @@ class Run:
             self.writer.write(line)
 
     def _plot(self) -> None:
+        if not is_first():
+            return
         try:
             plot_loss(self.log.lines, self.setup.folder.loss_plot)
         except ImportError as error:

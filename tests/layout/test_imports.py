@@ -16,7 +16,8 @@ KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "numpy", "fastjax"} | sys.stdlib_modul
 ROOM_MAY_IMPORT = {
     "kernels": {"kernels", "errors"},
     "models": {"kernels", "models", "errors"},
-    "train": {"kernels", "models", "train", "errors", "settings", "devices", "cli", "gpu_targets"},
+    "hosts": {"errors", "hosts"},
+    "train": {"kernels", "models", "train", "errors", "settings", "devices", "cli", "gpu_targets", "hosts"},
 }
 LOW = {
     "errors.py": set(),

@@ -43,6 +43,7 @@ def train_batches(
     num_epochs: int | None = None,
     shuffle: bool = True,
     widths: Sequence[int] | None = None,
+    local_rows: Sequence[range] | None = None,
 ) -> "Batches":
     """Batches for training, reshuffled every epoch.
 
@@ -54,14 +55,21 @@ def train_batches(
       num_epochs: after which the iterator ends; None goes on for ever.
       shuffle: False keeps the data's order.
       widths: ascending row widths; None chooses them from the data.
+      local_rows: those of a micro-batch's B rows that this process reads; the others stay padding. None means all.
     Raises: UserError for sizes below 1, a seed out of range, or widths too small for the longest row.
     """
-    return Batches(dataset, batch_size, accumulation, seed if shuffle else None, num_epochs, widths)
+    return Batches(dataset, batch_size, accumulation, seed if shuffle else None, num_epochs, widths, local_rows)
 
 
-def eval_batches(dataset: Dataset | PackedRows, batch_size: int, *, widths: Sequence[int] | None = None) -> "Batches":
+def eval_batches(
+    dataset: Dataset | PackedRows,
+    batch_size: int,
+    *,
+    widths: Sequence[int] | None = None,
+    local_rows: Sequence[range] | None = None,
+) -> "Batches":
     """Batches [1, B, T] over every row once, in order. Raises: as `train_batches`."""
-    return Batches(dataset, batch_size, 1, None, 1, widths)
+    return Batches(dataset, batch_size, 1, None, 1, widths, local_rows)
 
 
 class Batches:
@@ -76,6 +84,7 @@ class Batches:
         seed: int | None,
         num_epochs: int | None,
         widths: Sequence[int] | None,
+        local_rows: Sequence[range] | None = None,
     ) -> None:
         import grain
 
@@ -93,6 +102,7 @@ class Batches:
         if self.widths != sorted(self.widths) or not self.widths or self.widths[-1] < longest:
             raise UserError(f"widths={self.widths}; they must ascend to the length of the longest row, {longest}")
         self._shape, self.packed = (accumulation, batch_size), isinstance(dataset, PackedRows)
+        self._local_rows = local_rows
         self._identity = {"dataset": dataset.fingerprint, "seed": seed, "rows_per_step": rows}
         pipeline = grain.MapDataset.source(dataset)
         if seed is not None:
@@ -144,6 +154,9 @@ class Batches:
         if self.packed:
             batch["positions"] = np.zeros(shape, np.int32)
         for index, row in enumerate(packed):
+            # A row that is not ours is a view of mapped memory, of which only the length has been looked at.
+            if not self._is_local(index):
+                continue
             start = 0
             for segment, document in enumerate(row, start=1):
                 length = len(document.input_ids)
@@ -156,3 +169,7 @@ class Batches:
                     batch["positions"][here] = np.arange(length)
                 start += length
         return {name: array.reshape(*self._shape, width) for name, array in batch.items()}
+
+    def _is_local(self, index: int) -> bool:
+        """Whether this process reads a row, counted through all micro-batches."""
+        return self._local_rows is None or any(index % self._shape[1] in rows for rows in self._local_rows)

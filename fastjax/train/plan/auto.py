@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from fastjax.hosts.exchange import smallest
 from fastjax.models.config import ModelConfig
 from fastjax.models.remat import RematPlan, parse_plan
 from fastjax.train.plan.choose import Choice, Workload, choose_plan
@@ -65,8 +66,9 @@ def auto_step(
     Raises: DeviceMemoryError if nothing fits.
     """
     held = num_bytes(arguments)
-    device = next(iter(jax.tree.leaves(arguments)[0].devices()))
-    budget = device_budget(device, held) if budget_gib is None else int(budget_gib * 2**30)
+    device = next(iter(jax.tree.leaves(arguments)[0].sharding.addressable_devices))
+    # All processes must run the same program.
+    budget = smallest(device_budget(device, held)) if budget_gib is None else int(budget_gib * 2**30)
     if budget is None:
         return PlannedStep(make_step(parse_plan("none")), None, None)
     steps: dict[RematPlan, Any] = {}

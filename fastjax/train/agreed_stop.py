@@ -1,0 +1,87 @@
+"""A signal to any process of a run stops all of them, after the same step."""
+
+import itertools
+import signal
+import threading
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from fastjax.hosts import exchange
+from fastjax.train.interrupts import StopSignals
+
+_EVERY_S = 0.25
+_PATIENCE_S = 30.0
+_runs = itertools.count()
+
+
+class AgreedStop:
+    """StopSignals of all processes together: `requested` becomes true in all of them at the same call.
+
+    All processes ask equally often, in the same order. A thread in each looks for a signal that another one has got.
+    Once there is one, each tells how often it has been asked, and all stop at the first call that none has come to yet.
+    Nobody is asked again before the others have answered; as the threads answer, and not the steps, no device waits.
+
+    Attributes:
+      number: the signal that all stop for, or None.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._signals, self._key = StopSignals(), f"stop/{next(_runs)}"
+        self._calls, self._lock, self._left = 0, threading.Lock(), threading.Event()
+        self._stop: tuple[int, int] | None = None
+        self._thread = threading.Thread(target=self._look, name="stop", daemon=True)
+
+    @property
+    def name(self) -> str:
+        """The signal's name, such as SIGTERM."""
+        assert self.number is not None, "no signal came"
+        return signal.Signals(self.number).name
+
+    def __bool__(self) -> bool:
+        return self.number is not None
+
+    def requested(self) -> bool:
+        """Whether to stop now."""
+        if exchange.num_processes() == 1:
+            self.number = self._signals.number
+            return bool(self)
+        with self._lock:
+            self._calls += 1
+            if self._stop is not None and self._calls >= self._stop[0]:
+                self.number = self._stop[1]
+        return bool(self)
+
+    def __enter__(self) -> Self:
+        self._signals.__enter__()
+        if exchange.num_processes() > 1:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._left.set()
+        self._signals.__exit__(kind, error, trace)
+
+    def _look(self) -> None:
+        said = False
+        # What is gone when the store of words is gone, `hosts.watch` tells.
+        with suppress(RuntimeError, TimeoutError):
+            while not self._left.wait(_EVERY_S):
+                if self._signals and not said:
+                    said = True
+                    exchange.put(f"{self._key}/signal/number", self._signals.number)
+                number = exchange.below(f"{self._key}/signal").get("number")
+                if number is not None:
+                    self._agree(number)
+                    return
+
+    def _agree(self, number: int) -> None:
+        with self._lock:
+            exchange.put(f"{self._key}/calls/{exchange.process_id()}", self._calls)
+            calls = [
+                exchange.get(f"{self._key}/calls/{process}", _PATIENCE_S) for process in range(exchange.num_processes())
+            ]
+            self._stop = max(calls) + 1, number
