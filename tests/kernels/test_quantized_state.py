@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 from fastjax.kernels.nf4.tables import dynamic_map
-from fastjax.kernels.quantized_state import dequantize_state, quantize_state
+from fastjax.kernels.quantized_state import dequantize_state as dequantize_eagerly
+from fastjax.kernels.quantized_state import quantize_state as quantize_eagerly
 from fastjax.kernels.quantized_state.reference import absmax_shape, zero_code
+
+# As the optimiser runs them; operation by operation each would be compiled alone.
+quantize_state = jax.jit(quantize_eagerly, static_argnames=("signed", "num_stacked"))
+dequantize_state = jax.jit(dequantize_eagerly, static_argnames=("signed", "num_stacked"))
 
 
 def _values(shape, signed, seed=0):
