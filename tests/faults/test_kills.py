@@ -41,7 +41,7 @@ def is_saving(folder: Path, before: set[str]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(8, id="8 kills"), pytest.param(40, id="40 kills", marks=pytest.mark.slow)]
+    "kills", [pytest.param(5, id="5 kills"), pytest.param(40, id="40 kills", marks=pytest.mark.slow)]
 )
 def test_killed_runs_lose_nothing_and_end_in_the_same_bytes(server, settings, whole, tmp_path, kills):
     expected, seconds = whole

@@ -74,7 +74,7 @@ def test_types_that_only_others_write_are_read_as_the_gguf_package_does(
     assert read.shape == (256, 512) and np.array_equal(read, expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_file_that_is_quantised_while_it_loads_holds_what_bitsandbytes_makes_of_its_values(
     dtype: str, tiny_hf: Callable, write_gguf: Callable, tmp_path: Path
 ) -> None:
