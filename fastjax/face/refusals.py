@@ -77,8 +77,8 @@ SFT_CONFIG: Fixed = {
     "dataset_batch_size": ((1000, None), "rows are tokenised as they come; leave it out"),
     "auto_find_batch_size": ((False, None), "set per_device_train_batch_size"),
     "push_to_hub": ((False, None), "upload the saved folder with `hf upload`"),
-    "deepspeed": ((None, ""), "spread the batch with mesh='data=N'"),
-    "fsdp": ((None, "", [], False), "spread the batch with mesh='data=N'"),
+    "deepspeed": ((None, ""), "spread the batch with mesh='data=N', the weights too with mesh='fsdp=N'"),
+    "fsdp": ((None, "", [], False), "spread batch and weights with mesh='fsdp=N'"),
     "use_cpu": ((False, None), "set JAX_PLATFORMS=cpu before python starts"),
     "ignore_data_skip": ((False, None), "a resumed run goes on where it stopped; leave it out"),
 }

@@ -115,13 +115,15 @@ class SFTTrainer:
         """{eval_loss, perplexity, num_target_tokens} over the evaluation rows."""
         import math
 
-        from fastjax.train.mesh import make_mesh
+        from fastjax.models.quantized import is_quantized
+        from fastjax.train.mesh import config_mesh
         from fastjax.train.parts import evaluate_model
 
         if self.eval_rows is None:
             raise UserError("there are no evaluation rows; give eval_dataset to SFTTrainer")
-        mesh = make_mesh(self.config.data_parallel_size)
-        result = evaluate_model(self.model.model, self.eval_rows, self.config.per_device_eval_batch_size, mesh)
+        model = self.model.model
+        mesh = config_mesh(self.config, model.config, "lora", quantized=is_quantized(model))
+        result = evaluate_model(model, self.eval_rows, self.config.per_device_eval_batch_size, mesh)
         perplexity = math.exp(result.loss) if result.loss < 700 else math.inf
         return {"eval_loss": result.loss, "perplexity": perplexity, "num_target_tokens": result.num_target_tokens}
 

@@ -16,7 +16,8 @@ from fastjax.kernels.attention import attention, make_tile_bounds
 from fastjax.models.cache import KVCache
 from fastjax.models.config import ModelConfig
 from fastjax.models.layer_checkpoint import checkpoint_layer, in_pieces
-from fastjax.models.layers import Embedding, Linear, LoraParam, LoraScale, RMSNorm, project
+from fastjax.models.layers import DropoutKey, Embedding, Linear, LoraParam, LoraScale, RMSNorm, project
+from fastjax.models.parallel import ALONE, Parallel
 from fastjax.models.products import matmul
 from fastjax.models.quantized import QuantizedParam, at_layer, matrix
 from fastjax.models.remat import RematPlan, parse_plan
@@ -24,6 +25,8 @@ from fastjax.models.rope import apply_rope, rope_tables
 
 # Inputs that dropout draws for: one random stream a projection, in this order.
 _DROPOUT_STREAMS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Their inputs are what tensor ranks have shares of.
+_SPLIT_INPUTS = ("o_proj", "down_proj")
 
 
 def _activation(name: str, x: jax.Array) -> jax.Array:
@@ -62,8 +65,10 @@ class Attention(nnx.Module):
         positions: jax.Array,
         cache: KVCache | None,
         layer: jax.Array,
-        rngs: dict[str, jax.Array],
+        rngs: dict[str, DropoutKey],
+        parallel: Parallel,
     ) -> tuple[jax.Array, KVCache | None]:
+        x = parallel.enter(x)
         heads = (*x.shape[:-1], -1, self.head_dim)
         names = ("q_proj", "k_proj", "v_proj")
         query, key, value = project((self.q_proj, self.k_proj, self.v_proj), x, [rngs.get(name) for name in names])
@@ -77,7 +82,7 @@ class Attention(nnx.Module):
             cache = cache.write(layer, key, value, positions)
             keys, values, index = cache.read(layer)
             out = attention(query, keys, values, positions=positions, window=self.sliding_window, layer=index)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1), rngs.get("o_proj")), cache
+        return parallel.row_product(self.o_proj, out.reshape(*x.shape[:-1], -1), rngs.get("o_proj")), cache
 
 
 class MLP(nnx.Module):
@@ -91,13 +96,14 @@ class MLP(nnx.Module):
         self.down_proj = Linear(inner, width, **common)
         self.hidden_act = config.hidden_act
 
-    def __call__(self, x: jax.Array, rngs: dict[str, jax.Array]) -> jax.Array:
+    def __call__(self, x: jax.Array, rngs: dict[str, DropoutKey], parallel: Parallel) -> jax.Array:
+        x = parallel.enter(x)
         gate, up = project((self.gate_proj, self.up_proj), x, [rngs.get("gate_proj"), rngs.get("up_proj")])
         gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
         inner = (_activation(self.hidden_act, gate.astype(jnp.float32)) * up).astype(x.dtype)
-        return self.down_proj(inner, rngs.get("down_proj"))
+        return parallel.row_product(self.down_proj, inner, rngs.get("down_proj"))
 
-    def drops(self, rngs: dict[str, jax.Array]) -> bool:
+    def drops(self, rngs: dict[str, DropoutKey]) -> bool:
         """Whether dropout changes what a projection reads."""
         adapters = {name: getattr(self, name).lora for name in ("gate_proj", "up_proj", "down_proj")}
         return any(lora is not None and lora.drops(rngs.get(name)) for name, lora in adapters.items())
@@ -120,19 +126,23 @@ class DecoderLayer(nnx.Module):
         rope: tuple[jax.Array, jax.Array],
         *,
         dropout_rng: jax.Array | None,
+        parallel: Parallel,
         mlp_tokens: int | None = None,
         **context: Any,
     ) -> tuple[jax.Array, KVCache | None]:
-        rngs: dict[str, jax.Array] = {}
+        rngs: dict[str, DropoutKey] = {}
         if dropout_rng is not None:
             layer_rng = jax.random.fold_in(dropout_rng, context["layer"])
-            rngs = {name: jax.random.fold_in(layer_rng, i) for i, name in enumerate(_DROPOUT_STREAMS)}
+            for i, name in enumerate(_DROPOUT_STREAMS):
+                rngs[name] = parallel.dropout_key(
+                    jax.random.fold_in(layer_rng, i), x.shape[0], split=name in _SPLIT_INPUTS
+                )
         x = checkpoint_name(x, "layer_in")
-        mixed, cache = self.self_attn(self.input_layernorm(x), rope, rngs=rngs, **context)
+        mixed, cache = self.self_attn(self.input_layernorm(x), rope, rngs=rngs, parallel=parallel, **context)
         x = checkpoint_name(x + mixed, "mid")
 
         def rest(x: jax.Array) -> jax.Array:
-            return x + self.mlp(self.post_attention_layernorm(x), rngs)
+            return x + self.mlp(self.post_attention_layernorm(x), rngs, parallel)
 
         # Dropout draws its bits for whole rows.
         if mlp_tokens is None or self.mlp.drops(rngs):
@@ -180,6 +190,7 @@ class CausalLM(nnx.Module):
         remat: str | RematPlan = "none",
         packed: bool = True,
         mlp_tokens: int | None = None,
+        parallel: Parallel = ALONE,
     ) -> Any:
         """The final norm's output for every token.
 
@@ -195,6 +206,7 @@ class CausalLM(nnx.Module):
             that attention needs, and what padding gives means nothing.
           mlp_tokens: tokens of the batch that an MLP takes at a time, in layers of which `remat` keeps neither gate nor
             up; None means all. Its width times the tokens is most of what a layer needs beside what is kept.
+          parallel: inside `jax.shard_map`, this device's part; arrays and weights are then its own.
         Returns: [B, T, D] in the compute dtype; with a cache the pair (hidden, cache).
         """
         if positions is None:
@@ -214,28 +226,32 @@ class CausalLM(nnx.Module):
         def body(mlp_tokens: int | None, carry: tuple[jax.Array, KVCache | None], inputs: Any) -> Any:
             x, cache = carry
             leaves, layer = inputs
-            module = nnx.merge(graphdef, at_layer(outside, layer), leaves)
+            weights = nnx.merge_state(at_layer(outside, layer), leaves)
+            module = nnx.merge(graphdef, parallel.layer(weights, self.dtype))
             out = module(
                 x, rope, dropout_rng=dropout_rng, documents=documents, positions=positions, cache=cache,
-                layer=layer, mlp_tokens=mlp_tokens,
+                layer=layer, mlp_tokens=mlp_tokens, parallel=parallel,
             )  # fmt: skip
             return out, None
 
-        x = self.embed_tokens(input_ids, self.dtype)
+        x = self.embed_tokens(input_ids, self.dtype, parallel.look_up)
         carry = (x, cache)
         for first, count, policy in groups:
             inputs = (stacked, jnp.arange(first, first + count))
             if len(groups) > 1:
                 inputs = (jax.tree.map(lambda leaf: leaf[first : first + count], stacked), inputs[1])  # noqa: B023
             of_group = partial(body, None if policy.keeps("gate") or policy.keeps("up") else mlp_tokens)
-            carry, _ = jax.lax.scan(checkpoint_layer(of_group, policy), carry, inputs)
+            layer_of = checkpoint_layer(of_group, policy, keep_gathered=not parallel.gathers)
+            carry, _ = jax.lax.scan(layer_of, carry, inputs)
         x, new_cache = carry
         hidden = self.norm(x)
         return hidden if cache is None else (hidden, new_cache)
 
-    def head_weight(self) -> jax.Array:
+    def head_weight(self, parallel: Parallel = ALONE) -> jax.Array:
         """The head's [V, D] weight: its own, or the embedding's where the two are tied; a 4-bit one is decoded."""
-        return self.embed_tokens.weight[...] if self.lm_head is None else matrix(self.lm_head.weight.get_value())
+        owner = self.embed_tokens if self.lm_head is None else self.lm_head
+        name = "lm_head.weight" if "lm_head.weight" in parallel.specs else "embed_tokens.weight"
+        return matrix(parallel.table(name, owner.weight.get_value(), self.dtype))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of hidden states [..., D]; for a few tokens: training uses the chunked loss.

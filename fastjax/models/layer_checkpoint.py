@@ -1,6 +1,7 @@
 """How the backward of a decoder layer keeps less: what a policy says, and an MLP in pieces of its rows."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,16 @@ import jax.numpy as jnp
 from fastjax.models.remat import Policy
 
 
-def checkpoint_layer(layer: Callable, policy: Policy) -> Callable:
-    """`layer`, a function of the scan's carry and inputs, with what the policy says kept for its backward."""
-    if policy.all:
+def checkpoint_layer(layer: Callable, policy: Policy, *, keep_gathered: bool = True) -> Callable:
+    """`layer`, a function of the scan's carry and inputs, with what the policy says kept for its backward.
+
+    Args:
+      keep_gathered: False has the backward gather weights again instead of keeping those of every layer.
+    """
+    if policy.all and keep_gathered:
         return layer
+    if policy.all:
+        return jax.checkpoint(layer, policy=_all_but_gathered, prevent_cse=False)
     if policy.offloaded:
         saveable = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(policy.saved),
@@ -44,3 +51,7 @@ def in_pieces(function: Callable[[jax.Array], jax.Array], x: jax.Array, num_toke
     pieces = jnp.swapaxes(padded.reshape(rows, count, size, width), 0, 1)
     done = jax.lax.map(jax.checkpoint(function, prevent_cse=False), pieces)
     return jnp.swapaxes(done, 0, 1).reshape(padded.shape)[:, :length]
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name != "all_gather"

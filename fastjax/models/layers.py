@@ -4,7 +4,8 @@ Weights have HF's layout, [out, in]. `stack` puts a leading layer dimension befo
 module whose leaves are stacked over layers, and scans over it; inside the scan the same module computes one layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,6 +33,37 @@ class LoraScale(nnx.Variable):
     """alpha / r (or alpha / sqrt(r)) of each layer; 0 for a layer without adapter. Not trained."""
 
 
+@dataclass(frozen=True)
+class DropoutKey:
+    """What decides which elements of an input [rows, ..., features] are dropped, wherever it is computed.
+
+    The bits follow from the key and the indices in the whole input, so that a device with a part of it draws its own.
+
+    Attributes:
+      rng: the PRNG key.
+      first_row: index of the part's first row.
+      part, num_parts: which of so many equal parts of the features this is.
+    """
+
+    rng: jax.Array
+    first_row: jax.Array | int = 0
+    part: jax.Array | int = 0
+    num_parts: int = 1
+
+    def kept(self, rate: float, shape: tuple[int, ...]) -> jax.Array:
+        """bool of `shape`: which elements stay when `rate` of them are dropped."""
+        rows = self.first_row + jnp.arange(shape[0])
+        whole = (*shape[1:-1], shape[-1] * self.num_parts)
+        rngs = jax.vmap(lambda row: jax.random.fold_in(self.rng, row))(rows)
+        bits = jax.vmap(lambda rng: jax.random.bernoulli(rng, 1.0 - rate, whole))(rngs)
+        if self.num_parts == 1:
+            return bits
+        return jax.lax.dynamic_slice_in_dim(bits, self.part * shape[-1], shape[-1], axis=-1)
+
+
+Rng = jax.Array | DropoutKey | None
+
+
 class Lora(nnx.Module):
     """The low-rank update of one Linear: scale * dropout(x) A^T B^T.
 
@@ -48,22 +80,22 @@ class Lora(nnx.Module):
         self.scale = LoraScale(scale)
         self.dropout = dropout
 
-    def project(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
+    def project(self, x: jax.Array, rng: Rng) -> jax.Array:
         """scale * dropout(x) A^T, [..., R] in x's dtype; without an rng nothing is dropped."""
         return (matmul(self._dropped(x, rng), self.lora_a[...]) * self.scale[...]).astype(x.dtype)
 
-    def __call__(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, rng: Rng) -> jax.Array:
         return low_rank(self._dropped(x, rng), self.lora_a[...], self.lora_b[...], self.scale[...])
 
-    def drops(self, rng: jax.Array | None) -> bool:
+    def drops(self, rng: Rng) -> bool:
         """Whether dropout changes x under this key."""
         return self.dropout != 0.0 and rng is not None
 
-    def _dropped(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
+    def _dropped(self, x: jax.Array, rng: Rng) -> jax.Array:
         if rng is None or not self.drops(rng):
             return x
-        keep = jax.random.bernoulli(rng, 1.0 - self.dropout, x.shape)
-        return jnp.where(keep, x / (1.0 - self.dropout), 0).astype(x.dtype)
+        key = rng if isinstance(rng, DropoutKey) else DropoutKey(rng)
+        return jnp.where(key.kept(self.dropout, x.shape), x / (1.0 - self.dropout), 0).astype(x.dtype)
 
 
 class Linear(nnx.Module):
@@ -98,13 +130,15 @@ class Linear(nnx.Module):
         """Whether the weight, or that of some layers, is in 4 bit."""
         return isinstance(self.weight, QuantizedParam)
 
-    def __call__(self, x: jax.Array, rng: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, rng: Rng = None) -> jax.Array:
         return project((self,), x, (rng,))[0]
 
+    def product(self, x: jax.Array, rng: Rng = None) -> jax.Array:
+        """What calling it gives, less the bias."""
+        return _products((self,), x, (rng,))[0]
 
-def project(
-    linears: Sequence[Linear], x: jax.Array, rngs: Sequence[jax.Array | None] | None = None
-) -> tuple[jax.Array, ...]:
+
+def project(linears: Sequence[Linear], x: jax.Array, rngs: Sequence[Rng] | None = None) -> tuple[jax.Array, ...]:
     """What several Linears make of the same x.
 
     4-bit weights are decoded into one buffer for one matmul where that is faster, and their adapters join it.
@@ -114,29 +148,30 @@ def project(
       rngs: the key of each adapter's dropout; None drops nothing.
     Returns: [..., out] each, in x's dtype.
     """
-    rngs = [None] * len(linears) if rngs is None else rngs
+    outs = _products(linears, x, [None] * len(linears) if rngs is None else rngs)
+    biases = [linear.bias for linear in linears]
+    return tuple(y if bias is None else y + bias[...].astype(y.dtype) for y, bias in zip(outs, biases, strict=True))
+
+
+def _products(linears: Sequence[Linear], x: jax.Array, rngs: Sequence[Rng]) -> Sequence[jax.Array]:
+    """`project` without the biases."""
     weights: list[FrozenWeight] = [linear.weight.get_value() for linear in linears]
     adapters = [linear.lora for linear in linears]
     packed = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     whole = [lora for lora, rng in zip(adapters, rngs, strict=True) if lora is not None and not lora.drops(rng)]
     if len(packed) == len(whole) == len(linears):
-        outs = lora_matmul(
+        return lora_matmul(  # type: ignore[return-value]
             x,
             packed,
             [lora.lora_a[...] for lora in whole],
             [lora.lora_b[...] for lora in whole],
             [lora.scale[...] for lora in whole],
         )
+    if len(packed) == len(linears):
+        products: Sequence[jax.Array] = quant_matmul(x, packed)  # type: ignore[assignment]
     else:
-        if len(packed) == len(linears):
-            products: Sequence[jax.Array] = quant_matmul(x, packed)  # type: ignore[assignment]
-        else:
-            products = [frozen_product(x, weight) for weight in weights]
-        outs = tuple(
-            y if lora is None else y + lora(x, rng) for y, lora, rng in zip(products, adapters, rngs, strict=True)
-        )
-    biases = [linear.bias for linear in linears]
-    return tuple(y if bias is None else y + bias[...].astype(y.dtype) for y, bias in zip(outs, biases, strict=True))
+        products = [frozen_product(x, weight) for weight in weights]
+    return [y if lora is None else y + lora(x, rng) for y, lora, rng in zip(products, adapters, rngs, strict=True)]
 
 
 class Embedding(nnx.Module):
@@ -160,8 +195,10 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(normal(rngs, (num_embeddings, features), param_dtype))
         self.padding_idx = padding_idx
 
-    def __call__(self, ids: jax.Array, dtype: Any) -> jax.Array:
-        rows = self.weight[...][ids].astype(dtype)
+    def __call__(self, ids: jax.Array, dtype: Any, look_up: Callable[..., jax.Array] | None = None) -> jax.Array:
+        """[..., D] of ids [...], in `dtype`; `look_up(weight, ids, dtype)` finds the rows of a weight in parts."""
+        weight = self.weight[...]
+        rows = weight[ids].astype(dtype) if look_up is None else look_up(weight, ids, dtype)
         if self.padding_idx is None:
             return rows
         return jnp.where((ids == self.padding_idx)[..., None], jax.lax.stop_gradient(rows), rows)

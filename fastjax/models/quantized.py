@@ -49,6 +49,11 @@ class MixedWeight:
         """Where a layer stands among those of its kind."""
         return sum(kind == self.is_quantized[layer] for kind in self.is_quantized[:layer])
 
+    def traced_row(self) -> jax.Array:
+        """`row` of the layer that is meant."""
+        rows = [self.row(layer) for layer in range(len(self.is_quantized))]
+        return jnp.asarray(rows, jnp.int32)[self.layer]
+
 
 FrozenWeight = jax.Array | QuantizedWeight | MixedWeight
 
@@ -86,11 +91,12 @@ def frozen_product(x: jax.Array, weight: FrozenWeight) -> jax.Array:
     if not isinstance(weight, MixedWeight):
         return matmul(x, weight)
     assert weight.layer is not None
-    rows = jnp.asarray([weight.row(layer) for layer in range(len(weight.is_quantized))], jnp.int32)[weight.layer]
+    row = weight.traced_row()
     return jax.lax.cond(
         jnp.asarray(weight.is_quantized)[weight.layer],
-        lambda x: _one(quant_matmul(x, weight.quantized.at(rows))),
-        lambda x: matmul(x, jax.lax.dynamic_index_in_dim(weight.dense, rows, keepdims=False)),
+        # Where but one layer is at hand, gathered from other devices, it is row 0.
+        lambda x: _one(quant_matmul(x, weight.quantized.at(jnp.minimum(row, len(weight.quantized.codes) - 1)))),
+        lambda x: matmul(x, jax.lax.dynamic_index_in_dim(weight.dense, row, keepdims=False)),
         x,
     )
 

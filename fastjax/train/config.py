@@ -67,7 +67,11 @@ class RowConfig:
     dtype: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "dtype of the frozen weights and the activations", later={"float16": f"{_FLOAT16}; use bfloat16"}
     )
-    mesh: str = setting("data=1", "devices by axis; data=N splits the batch over N devices")
+    mesh: str = setting(
+        "data=1",
+        "devices by axis, data=2,fsdp=2,tensor=2: data and fsdp split the batch, fsdp and tensor the weights; auto "
+        "takes all devices, by fsdp where weights and states would fill over half of one, else by data",
+    )
 
     def validate(self) -> None:
         """Check every value alone and the values together.
@@ -79,25 +83,36 @@ class RowConfig:
         self._require("data", "the rows")
         parse_sources(self.data)
         parse_columns(self.data_columns)
-        self.data_parallel_size  # noqa: B018  (parses mesh, raises)
+        self.mesh_shape  # noqa: B018  (parses mesh, raises)
 
     def _require(self, name: str, what: str) -> None:
         if not getattr(self, name):
             raise UserError(f"{name} is missing; give {what} as --{name} or in --config")
 
     @property
-    def data_parallel_size(self) -> int:
-        """Number of devices on the mesh's data axis. Raises: UserError for a mesh that this release does not have."""
+    def mesh_shape(self) -> tuple[int, int, int] | None:
+        """Devices of the axes data, fsdp and tensor; None for auto. Raises: UserError if mesh says neither."""
+        if self.mesh.strip() == "auto":
+            return None
         axes: dict[str, int] = {}
         for part in self.mesh.split(","):
-            found = re.fullmatch(r"\s*(data|fsdp|tensor)\s*=\s*(\d+)\s*", part)
+            found = re.fullmatch(r"\s*(data|fsdp|tensor)\s*=\s*(\d{1,6})\s*", part)
             if not found or found[1] in axes or int(found[2]) < 1:
-                raise UserError(f"mesh={self.mesh!r} is not understood at {part!r}; write data=N with N of 1 or more")
+                raise UserError(
+                    f"mesh={self.mesh!r} is not understood at {part!r}; write data=N, fsdp=N and tensor=N with N of 1 "
+                    "or more, joined by commas, or auto"
+                )
             axes[found[1]] = int(found[2])
-        for axis in ("fsdp", "tensor"):
-            if axes.get(axis, 1) > 1:
-                raise UserError(f"mesh={self.mesh!r}: {axis} above 1 is not in this release; use data=N")
-        return axes.get("data", 1)
+        return axes.get("data", 1), axes.get("fsdp", 1), axes.get("tensor", 1)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of devices that share the rows of a batch. Raises: UserError for a mesh that is not understood."""
+        if self.mesh_shape is not None:
+            return self.mesh_shape[0] * self.mesh_shape[1]
+        import jax
+
+        return len(jax.devices())
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as YAML and JSON hold them; `--config` reads them back to the same run.

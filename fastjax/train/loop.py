@@ -15,13 +15,23 @@ from fastjax.hosts.watch import lost
 from fastjax.models.decoder import CausalLM
 from fastjax.models.host import place
 from fastjax.models.lora import LoraConfig, split_trainable
+from fastjax.models.quantized import is_quantized
 from fastjax.models.remat import AUTO, parse_plan
 from fastjax.train.agreed_stop import AgreedStop
 from fastjax.train.best import Best, best_of
 from fastjax.train.config import TrainConfig
 from fastjax.train.data import Dataset, TrainingRows, steps_per_epoch, train_batches
 from fastjax.train.memory import out_of_memory
-from fastjax.train.mesh import check_covers_processes, local_rows, make_mesh, num_batch_shards, replicated
+from fastjax.train.mesh import (
+    check_covers_processes,
+    config_mesh,
+    frozen_shardings,
+    local_rows,
+    num_batch_shards,
+    replicated,
+    state_shardings,
+    trained_shardings,
+)
 from fastjax.train.metrics import check_writer, read_metrics
 from fastjax.train.optim import make_optimizer
 from fastjax.train.result import TrainResult
@@ -62,7 +72,7 @@ class Trainer:
         """
         self.model, self.config, self.rows, self.eval_rows, self.finish = model, config, rows, eval_rows, finish
         self.start, self.say = start, say if is_first() else _say_nothing
-        self.mesh = mesh or make_mesh(config.data_parallel_size)
+        self.mesh = mesh or config_mesh(config, model.config, config.method, quantized=is_quantized(model))
         check_covers_processes(self.mesh)
         shards = num_batch_shards(self.mesh)
         self.batch_size = config.per_device_train_batch_size * shards
@@ -121,7 +131,7 @@ class Trainer:
             self.say(f"passed over a damaged checkpoint: {complaint}")
         graphdef, trainable, frozen = split_trainable(self.model, config.method)
         state = self._initial_state(trainable, checkpoint)
-        frozen = place(frozen, replicated(self.mesh))
+        frozen = place(frozen, frozen_shardings(self.model.config, self.mesh, frozen))
         # Lets go of the initial values that a checkpoint has replaced.
         nnx.update(self.model, state.trainable, frozen)
         del trainable
@@ -225,14 +235,17 @@ class Trainer:
         return epochs * len(self.rows) + min(steps * window, len(self.rows))
 
     def _initial_state(self, trainable: Any, checkpoint: Path | None) -> TrainState:
-        everywhere = replicated(self.mesh)
-        trainable = place(trainable, everywhere)
-        rng = jax.jit(lambda: jax.random.key(self.config.seed), out_shardings=everywhere)()
-        if checkpoint is None:
-            opt_state = jax.jit(self.optimizer.init, out_shardings=everywhere)(trainable)
-            return TrainState(trainable, opt_state, rng, 0, {})
+        config, mesh = self.model.config, self.mesh
+        trainable = place(trainable, trained_shardings(config, mesh, trainable))
+        rng = jax.jit(lambda: jax.random.key(self.config.seed), out_shardings=replicated(mesh))()
         shapes = jax.eval_shape(self.optimizer.init, trainable)
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), shapes)
+        places = state_shardings(config, mesh, shapes, trainable)
+        if checkpoint is None:
+            opt_state = jax.jit(self.optimizer.init, out_shardings=places)(trainable)
+            return TrainState(trainable, opt_state, rng, 0, {})
+        shapes = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
+        )
         template = TrainState(trainable, shapes, rng, 0, {})
         state = restore(checkpoint, template, self.fingerprint, self.config.resume_override or ())
         if state.step > self.total_steps:

@@ -4,12 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
 
 from fastjax.kernels.linear_cross_entropy import linear_cross_entropy
 from fastjax.models.decoder import CausalLM
+from fastjax.models.parallel import ALONE, Parallel
 from fastjax.models.remat import RematPlan
-from fastjax.train.mesh import BATCH_AXES, num_batch_shards
 
 # A stream of its own for the head's dropout; the decoder derives its layers' keys from the same micro-batch key.
 _HEAD_STREAM = 0x6EAD
@@ -45,7 +44,7 @@ def loss_sum(
     model: CausalLM,
     batch: dict[str, jax.Array],
     *,
-    mesh: Mesh,
+    parallel: Parallel = ALONE,
     train_head: bool = False,
     dropout_rng: jax.Array | None = None,
     remat: str | RematPlan = "none",
@@ -56,7 +55,8 @@ def loss_sum(
 
     Args:
       batch: see `shifted_targets`; positions [B, T] int32, where rows hold several documents.
-      mesh: rows are split over its data-parallel axes.
+      parallel: inside `jax.shard_map`, this device's part; the sum is then over its own rows, and the gradients are
+        its own parts.
       train_head: whether the head's weight gets a gradient.
       dropout_rng: key of this micro-batch; None means no dropout.
       remat: see `CausalLM.hidden_states`.
@@ -70,36 +70,28 @@ def loss_sum(
         remat=remat,
         # Only packed rows bring positions: in the others one document lies before its padding.
         packed="positions" in batch,
-        mlp_tokens=MLP_TOKENS * num_batch_shards(mesh),
+        mlp_tokens=MLP_TOKENS,
+        parallel=parallel,
     )
-    weight = model.head_weight()
+    if parallel.vocab_axis is not None:
+        hidden = parallel.enter(hidden)
+    weight = model.head_weight(parallel)
     lora = None if model.lm_head is None else model.lm_head.lora
     if lora is not None:
         # W h + B p is one product of joined matrices: [W, B] [h, p], so the adapter needs no logits of its own.
-        rng = None if dropout_rng is None else jax.random.fold_in(dropout_rng, _HEAD_STREAM)
-        projected = lora.project(hidden, rng)
+        key = None
+        if dropout_rng is not None:
+            key = parallel.dropout_key(jax.random.fold_in(dropout_rng, _HEAD_STREAM), hidden.shape[0])
+        projected = lora.project(hidden, key)
         hidden = jnp.concatenate([hidden, projected], axis=-1)
         weight = jnp.concatenate([weight.astype(hidden.dtype), lora.lora_b[...].astype(hidden.dtype)], axis=-1)
     targets, counts = shifted_targets(batch)
-
-    def local_sum(hidden: jax.Array, weight: jax.Array, targets: jax.Array, counts: jax.Array) -> jax.Array:
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        weights = counts.reshape(-1).astype(jnp.float32)
-        train_weight = train_head or lora is not None
-        return linear_cross_entropy(flat, weight, targets.reshape(-1), weights, train_weight=train_weight)
-
-    if num_batch_shards(mesh) > 1:
-        # The loss moves targets to the front; over all devices' tokens that would gather every activation. So each
-        # device sums its own rows. A psum inside would count the head's gradient once per device.
-        rows = PartitionSpec(BATCH_AXES)
-        local = jax.shard_map(
-            lambda *args: local_sum(*args)[None],
-            mesh=mesh,
-            in_specs=(rows, PartitionSpec(), rows, rows),
-            out_specs=rows,
-            check_vma=False,
-        )
-        total = jnp.sum(local(hidden, weight, targets, counts))
-    else:
-        total = local_sum(hidden, weight, targets, counts)
+    total = linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        targets.reshape(-1),
+        counts.reshape(-1).astype(jnp.float32),
+        train_weight=train_head or lora is not None,
+        vocab_axis=parallel.vocab_axis,
+    )
     return total, jnp.sum(counts, dtype=jnp.int32)

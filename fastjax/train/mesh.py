@@ -1,30 +1,65 @@
-"""The device mesh, and where a step's arrays lie on it."""
+"""The device mesh of a run, and the arrays of a run on it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fastjax.errors import UserError
 from fastjax.hosts.exchange import num_processes
+from fastjax.models.config import ModelConfig
 from fastjax.models.host import place
+from fastjax.models.sharding import AXES, BATCH_AXES, Layout, check_layout
+from fastjax.train.config import RowConfig
 
-AXES = ("data", "fsdp", "tensor")
-BATCH_AXES = ("data", "fsdp")
+__all__ = [
+    "AXES", "BATCH_AXES", "batch_sharding", "check_covers_processes", "config_mesh", "frozen_shardings", "local_rows",
+    "make_mesh", "num_batch_shards", "put_batch", "replicated", "state_shardings", "trained_shardings",
+]  # fmt: skip
 
 
-def make_mesh(data: int = 1) -> Mesh:
-    """A mesh of `data` x 1 x 1 devices with the axes data, fsdp and tensor, all of type Auto.
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+    """A mesh of data x fsdp x tensor devices with the axes of those names, all of type Auto.
 
     Raises: UserError if there are fewer devices.
     """
     available = jax.devices()
-    if data > len(available):
+    num = data * fsdp * tensor
+    if num > len(available):
+        shape = {"data": data, "fsdp": fsdp, "tensor": tensor}
+        name = ",".join(f"{axis}={size}" for axis, size in shape.items() if size > 1)
         raise UserError(
-            f"mesh data={data} needs {data} devices and there are {len(available)} "
-            f"({available[0].platform}); use data={len(available)} or fewer"
+            f"mesh {name} needs {num} devices and there are {len(available)} ({available[0].platform}); "
+            f"use data={len(available)}, or another mesh of {len(available)} or fewer"
         )
-    return jax.make_mesh((data, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3, devices=available[:data])
+    shape_of = (data, fsdp, tensor)
+    return jax.make_mesh(shape_of, AXES, axis_types=(AxisType.Auto,) * 3, devices=available[:num])
+
+
+def config_mesh(config: RowConfig, model: ModelConfig, method: str, *, quantized: bool) -> Mesh:
+    """The mesh that `config.mesh` names.
+
+    `auto` takes every device: by fsdp where weights, gradients and states together are more than half of a device's
+    memory, else by data.
+
+    Args:
+      model: shapes of the model.
+      method: what is trained, of qlora, lora and full.
+      quantized: whether its linear layers are 4-bit.
+    Raises: UserError for more devices than there are, or a mesh that does not divide the model.
+    """
+    shape = config.mesh_shape
+    if shape is None:
+        num = len(jax.devices())
+        stats = jax.devices()[0].memory_stats() or {}
+        room = stats.get("bytes_limit")
+        is_large = room is not None and _held_bytes(config, model, method, quantized) > room / 2
+        shape = (1, num, 1) if is_large else (num, 1, 1)
+    mesh = make_mesh(*shape)
+    check_layout(model, *shape, quantized=quantized)
+    return mesh
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -42,9 +77,9 @@ def num_batch_shards(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def put_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
+def put_batch(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
     """A host batch of [A, B, T] arrays on the devices; B must be a multiple of the data-parallel ranks."""
-    return place(batch, batch_sharding(mesh))
+    return place(dict(batch), batch_sharding(mesh))
 
 
 def check_covers_processes(mesh: Mesh) -> None:
@@ -62,3 +97,31 @@ def local_rows(mesh: Mesh, batch_size: int) -> list[range]:
     index = batch_sharding(mesh).addressable_devices_indices_map((1, batch_size, 1)).values()
     found = {part[1].indices(batch_size)[:2] for part in index if part is not None}
     return [range(*rows) for rows in sorted(found)]
+
+
+def trained_shardings(config: ModelConfig, mesh: Mesh, trainable: Any) -> Any:
+    """Where each trained weight lies, as a tree like `trainable`, which may be abstract."""
+    return _on(mesh, Layout.of(config, mesh).specs(trainable, trained=True))
+
+
+def frozen_shardings(config: ModelConfig, mesh: Mesh, frozen: Any) -> Any:
+    """Where each frozen weight lies, as a tree like `frozen`, which may be abstract."""
+    return _on(mesh, Layout.of(config, mesh).specs(frozen, trained=False))
+
+
+def state_shardings(config: ModelConfig, mesh: Mesh, opt_state: Any, trainable: Any) -> Any:
+    """Where each of the optimiser's states lies: with its weight."""
+    return _on(mesh, Layout.of(config, mesh).state_specs(opt_state, trainable))
+
+
+def _held_bytes(config: RowConfig, model: ModelConfig, method: str, quantized: bool) -> float:
+    """About what a run holds on one device without a mesh: weights, and for method=full gradients and states."""
+    heads = (2 * model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+    linears = model.num_hidden_layers * model.hidden_size * (heads + 3 * model.intermediate_size)
+    tables = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+    itemsize = 16 if method == "full" else jnp.dtype(config.dtype).itemsize
+    return linears * (0.52 if quantized else itemsize) + tables * itemsize
+
+
+def _on(mesh: Mesh, specs: Any) -> Any:
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)

@@ -70,11 +70,12 @@ def evaluate_model(model: "CausalLM", rows: "Dataset", batch_size: int, mesh: "M
     from fastjax.models.layers import LoraParam, TrainedParam
     from fastjax.train.data import eval_batches
     from fastjax.train.evaluate import evaluate
-    from fastjax.train.mesh import num_batch_shards, replicated
+    from fastjax.train.mesh import frozen_shardings, num_batch_shards, trained_shardings
     from fastjax.train.step import make_eval_step
 
     graphdef, trainable, frozen = nnx.split(model, nnx.Any(LoraParam, TrainedParam), ...)  # type: ignore[misc]
-    trainable, frozen = jax.device_put((trainable, frozen), replicated(mesh))
+    trainable = jax.device_put(trainable, trained_shardings(model.config, mesh, trainable))
+    frozen = jax.device_put(frozen, frozen_shardings(model.config, mesh, frozen))
     with eval_batches(rows, batch_size * num_batch_shards(mesh)) as batches:
         result = evaluate(make_eval_step(graphdef, mesh=mesh), trainable, frozen, batches, mesh=mesh)
     assert result is not None, "an evaluation that nobody stops has a result"

@@ -25,7 +25,7 @@ from fastjax.train.config import TrainConfig
 from fastjax.train.data import Dataset, TrainingRows, prompt_ids
 from fastjax.train.data.sources import parse_sources
 from fastjax.train.loop import Trainer
-from fastjax.train.mesh import check_covers_processes, make_mesh
+from fastjax.train.mesh import check_covers_processes, config_mesh
 from fastjax.train.metrics import check_writer
 from fastjax.train.parts import (
     Base,
@@ -118,8 +118,6 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = pri
     from_first(lambda: folder.check(config.resume, config.overwrite_output_dir))
     _check_sources(config)
     check_writer(config.report_to)
-    mesh = make_mesh(config.data_parallel_size)
-    check_covers_processes(mesh)
     base = open_base(config.model, config.adapter)
     config, lora = lora_settings(config, given)
     if lora is not None:
@@ -128,6 +126,9 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = pri
     if config.sample_prompt is not None:
         prompt_ids(base.tokenizer, config.sample_prompt, chat=bool(base.tokenizer.chat_template))
     config, form = quantization_settings(config, base, given)
+    is_4bit = form.quantization is not None or base.checkpoint.quantization is not None
+    mesh = config_mesh(config, base.config, config.method, quantized=is_4bit)
+    check_covers_processes(mesh)
     rows, eval_rows = training_rows(config.data, config.eval_data, config, base)
     note_slow_dtype(config.dtype, given)
     model = load_model(base.checkpoint, config.dtype, mesh, quantization=form.quantization, quantize_from=form.dtype)

@@ -1,6 +1,7 @@
 """The training step and the evaluation step: pure functions, jitted."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -8,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fastjax.models.parallel import ALONE, Parallel
 from fastjax.models.remat import RematPlan
+from fastjax.models.sharding import BATCH_AXES, Layout
 from fastjax.train.loss import head_is_trained, loss_sum
 from fastjax.train.mesh import replicated
 from fastjax.train.optim import step_count
@@ -45,37 +48,15 @@ def make_train_step(
       that the next one has its own learning rate and dropout bits.
     """
 
-    def micro_loss(
-        trainable: Any, frozen: Any, batch: dict[str, jax.Array], rng: jax.Array
-    ) -> tuple[jax.Array, Metrics]:
-        model = nnx.merge(graphdef, trainable, frozen)
-        train_head = head_is_trained(model, trainable)
-        total, targets = loss_sum(model, batch, mesh=mesh, train_head=train_head, dropout_rng=rng, remat=remat)
-        return total, {"loss_sum": total, "num_target_tokens": targets, "num_tokens": count_tokens(batch)}
-
-    gradient = jax.grad(micro_loss, has_aux=True)
-
     def step(
         trainable: Any, opt_state: Any, frozen: Any, batch: dict[str, jax.Array], rng: jax.Array
     ) -> tuple[Any, Any, Metrics]:
         rng = jax.random.fold_in(rng, step_count(opt_state))
-        num_micro = batch["input_ids"].shape[0]
-
-        def micro(index: jax.Array | int, one: dict[str, jax.Array]) -> tuple[Any, Metrics]:
-            gradients, sums = gradient(trainable, frozen, one, jax.random.fold_in(rng, index))
-            return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums
-
-        if num_micro == 1:
-            totals = micro(0, jax.tree.map(lambda x: x[0], batch))
-        else:
-            like = jax.eval_shape(micro, 0, jax.tree.map(lambda x: x[0], batch))
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-            totals, _ = jax.lax.scan(
-                lambda sums, inputs: (jax.tree.map(jnp.add, sums, micro(*inputs)), None),
-                zeros,
-                (jnp.arange(num_micro), batch),
-            )
-        gradients, metrics = totals
+        run = _Sharded.of(graphdef, trainable, frozen, mesh)
+        gradients, metrics = run.map(
+            partial(_summed_gradients, graphdef, remat, run.parallel), (trainable, frozen, batch, rng),
+            (run.trained, PartitionSpec()),
+        )  # fmt: skip
         count = jnp.maximum(metrics["num_target_tokens"], 1)
         gradients = jax.tree.map(lambda g: g / count, gradients)
         grad_norm = optax.tree.norm(gradients)
@@ -88,9 +69,99 @@ def make_train_step(
         if skip_nonfinite:
             updated = jax.tree.map(partial(jnp.where, finite), updated, trainable)
             opt_state = jax.tree.map(partial(_unless_skipped, finite), opt_state, opt_state_before)
-        return updated, opt_state, {**metrics, "grad_norm": grad_norm, "finite": finite}
+        updated, opt_state, metrics = run.placed(
+            updated, opt_state, {**metrics, "grad_norm": grad_norm, "finite": finite}
+        )
+        return updated, opt_state, metrics
 
-    return jax.jit(step, donate_argnums=(0, 1), out_shardings=replicated(mesh))
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=replicated(mesh) if mesh.size == 1 else None)
+
+
+def _summed_gradients(
+    graphdef: Any,
+    remat: str | RematPlan,
+    parallel: Parallel,
+    trainable: Any,
+    frozen: Any,
+    batch: dict[str, jax.Array],
+    rng: jax.Array,
+) -> tuple[Any, Metrics]:
+    """(float32 gradients, sums) over all micro-batches and devices; on a mesh, each device's part of the former."""
+
+    def micro_loss(
+        trainable: Any, frozen: Any, batch: dict[str, jax.Array], rng: jax.Array
+    ) -> tuple[jax.Array, Metrics]:
+        model = nnx.merge(graphdef, trainable, frozen)
+        train_head = head_is_trained(model, trainable)
+        total, targets = loss_sum(model, batch, parallel=parallel, train_head=train_head, dropout_rng=rng, remat=remat)
+        return total, {"loss_sum": total, "num_target_tokens": targets, "num_tokens": count_tokens(batch)}
+
+    gradient = jax.grad(micro_loss, has_aux=True)
+    num_micro = batch["input_ids"].shape[0]
+
+    def micro(index: jax.Array | int, one: dict[str, jax.Array]) -> tuple[Any, Metrics]:
+        gradients, sums = gradient(trainable, frozen, one, jax.random.fold_in(rng, index))
+        return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums
+
+    if num_micro == 1:
+        totals = micro(0, jax.tree.map(lambda x: x[0], batch))
+    else:
+        like = jax.eval_shape(micro, 0, jax.tree.map(lambda x: x[0], batch))
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+        totals, _ = jax.lax.scan(
+            lambda sums, inputs: (jax.tree.map(jnp.add, sums, micro(*inputs)), None),
+            zeros,
+            (jnp.arange(num_micro), batch),
+        )
+    gradients, sums = totals
+    # Once for all micro-batches.
+    return parallel.summed_gradients(gradients), parallel.summed_over_rows(sums)
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """A model's arrays on a mesh of several devices, and functions that run on each device's parts.
+
+    Attributes:
+      trained, frozen: how the two trees of weights are split, as trees of PartitionSpec.
+    """
+
+    mesh: Mesh
+    parallel: Parallel
+    trained: Any
+    frozen: Any
+    layout: Layout
+
+    @classmethod
+    def of(cls, graphdef: Any, trainable: Any, frozen: Any, mesh: Mesh) -> "_Sharded":
+        layout = Layout.of(nnx.merge(graphdef, trainable, frozen).config, mesh)
+        trained, kept = layout.specs(trainable, trained=True), layout.specs(frozen, trained=False)
+        parallel = ALONE if mesh.size == 1 else Parallel.of(layout, trainable, frozen)
+        return cls(mesh, parallel, trained, kept, layout)
+
+    def map(self, function: Callable[..., Any], arguments: tuple[Any, Any, dict[str, jax.Array], Any], out: Any) -> Any:
+        """function(trainable, frozen, batch, rng) on every device's parts.
+
+        Args:
+          arguments: the batch's arrays have their rows in dimension 1; the last is whole everywhere.
+          out: how what it returns is put together.
+        """
+        if self.mesh.size == 1:
+            return function(*arguments)
+        rows = jax.tree.map(lambda _: PartitionSpec(None, BATCH_AXES), arguments[2])
+        specs = (self.trained, self.frozen, rows, PartitionSpec())
+        return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)(*arguments)
+
+    def placed(self, trainable: Any, opt_state: Any, metrics: Metrics) -> tuple[Any, Any, Metrics]:
+        """The results of a step, where its arguments lay."""
+        if self.mesh.size == 1:
+            return trainable, opt_state, metrics
+        place = lambda tree, specs: jax.tree.map(  # noqa: E731
+            lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)), tree, specs
+        )
+        states = self.layout.state_specs(opt_state, trainable)
+        whole = jax.tree.map(lambda _: PartitionSpec(), metrics)
+        return place(trainable, self.trained), place(opt_state, states), place(metrics, whole)
 
 
 def _unless_skipped(finite: jax.Array, after: jax.Array, before: jax.Array) -> jax.Array:
@@ -104,12 +175,18 @@ def make_eval_step(graphdef: Any, *, mesh: Mesh) -> EvalStep:
     `batch` holds [1, B, T] arrays. Metrics: loss_sum float32, num_target_tokens and num_tokens int32.
     """
 
-    def step(trainable: Any, frozen: Any, batch: dict[str, jax.Array]) -> Metrics:
+    def sums(parallel: Parallel, trainable: Any, frozen: Any, batch: dict[str, jax.Array], rng: None) -> Metrics:
         model = nnx.merge(graphdef, trainable, frozen)
         batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
         # Without a backward nothing is kept or computed again, but long rows go through the MLPs in pieces.
-        total, targets = loss_sum(model, batch, mesh=mesh, remat="full")
-        return {"loss_sum": total, "num_target_tokens": targets, "num_tokens": count_tokens(batch)}
+        total, targets = loss_sum(model, batch, parallel=parallel, remat="full")
+        return parallel.summed_over_rows(
+            {"loss_sum": total, "num_target_tokens": targets, "num_tokens": count_tokens(batch)}
+        )
+
+    def step(trainable: Any, frozen: Any, batch: dict[str, jax.Array]) -> Metrics:
+        run = _Sharded.of(graphdef, trainable, frozen, mesh)
+        return run.map(partial(sums, run.parallel), (trainable, frozen, batch, None), PartitionSpec())
 
     return jax.jit(step, out_shardings=replicated(mesh))
 

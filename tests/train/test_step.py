@@ -234,7 +234,7 @@ def test_every_remat_policy_gives_the_same_loss_and_gradients():
     def gradient(remat):
         def loss(trainable):
             model = nnx.merge(model_parts[0], trainable, model_parts[2])
-            return loss_sum(model, data, mesh=MESH, dropout_rng=jax.random.key(0), remat=remat)[0]
+            return loss_sum(model, data, dropout_rng=jax.random.key(0), remat=remat)[0]
 
         return jax.jit(jax.value_and_grad(loss))(model_parts[1])
 

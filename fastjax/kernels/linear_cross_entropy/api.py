@@ -17,6 +17,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     chunk_size: int | None = None,
+    vocab_axis: str | None = None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, ""]:
@@ -34,6 +35,9 @@ def linear_cross_entropy(
       softcap: c for logits c tanh(z / c); None means none.
       z_loss: k for a further loss of k logsumexp(logits)^2 a token, under the same weights.
       chunk_size: tokens a chunk; None takes a quarter of N between 128 and 2048.
+      vocab_axis: inside `jax.shard_map`, the mesh axis along which the head is split: weight is this rank's [V / ranks,
+        D], in order, targets stay in [0, V), and every rank gets the whole loss. Maxima, sums and target logits are
+        exchanged, logits never. The gradient of `hidden` is this rank's part: the caller sums them.
       implementation: of the step from a chunk's logits to their gradient: "pallas_triton" reads them twice and writes
         once; "xla" is plain jnp. None takes the first that can run here, a name is used or fails.
       interpret: run the Pallas kernel in jax's interpreter, on any device.
@@ -57,7 +61,9 @@ def linear_cross_entropy(
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be at least 1")
     reasons = {"pallas_triton": triton_reason(interpret), "xla": None}
+    if vocab_axis is not None:
+        reasons["pallas_triton"] = "sees whole rows of logits, and vocab_axis splits them"
     implementation = choose("linear_cross_entropy", implementation, reasons)
-    options = Options(train_weight, softcap, z_loss, min(chunk_size, num_tokens), implementation, interpret)
+    options = Options(train_weight, softcap, z_loss, min(chunk_size, num_tokens), vocab_axis, implementation, interpret)
     hidden, weight, targets, loss_weights = map(jnp.asarray, (hidden, weight, targets, loss_weights))
     return linear_cross_entropy_chunked(hidden, weight.astype(hidden.dtype), targets, loss_weights, options)

@@ -31,6 +31,7 @@ class Options:
     softcap: float | None
     z_loss: float
     chunk_size: int
+    vocab_axis: str | None
     implementation: str
     interpret: bool
 
@@ -85,15 +86,21 @@ def losses_and_gradient(
     softcap = options.softcap
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
+    one_hot = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == targets[:, None]
     maximum = jnp.max(logits, axis=-1, keepdims=True)
+    if options.vocab_axis is not None:
+        maximum = jax.lax.pmax(maximum, options.vocab_axis)
     exponentials = jnp.exp(logits - maximum)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
-    target_logits = jnp.take_along_axis(logits, targets[:, None], axis=-1)
+    if options.vocab_axis is None:
+        target_logits = jnp.take_along_axis(logits, targets[:, None], axis=-1)
+    else:
+        target_logits = jnp.sum(jnp.where(one_hot, logits, 0), axis=-1, keepdims=True)
+        total, target_logits = jax.lax.psum((total, target_logits), options.vocab_axis)
     log_sum = jnp.log(total) + maximum
     losses = (log_sum - target_logits + options.z_loss * jnp.square(log_sum))[:, 0]
     if dtype is None:
         return losses, None
-    one_hot = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == targets[:, None]
     dlogits = exponentials / total
     if options.z_loss:
         dlogits = dlogits * (1.0 + 2.0 * options.z_loss * log_sum)
@@ -107,6 +114,9 @@ def _loop(hidden, weight, targets, loss_weights, with_gradient, options):
     num_tokens, width = hidden.shape
     chunk_size, train_weight = options.chunk_size, options.train_weight
     active = loss_weights > 0
+    if options.vocab_axis is not None:
+        # Indices among this rank's rows of the head; another's are below 0 or behind the end, and match nothing.
+        targets = targets - jax.lax.axis_index(options.vocab_axis) * weight.shape[0]
     order = jnp.argsort(jnp.logical_not(active), stable=True)
     padding = -num_tokens % chunk_size
     # Rows of the padding point behind the end: read as zeros, dropped when written.

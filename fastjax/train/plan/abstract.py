@@ -16,7 +16,7 @@ from fastjax.models.lora import LoraConfig, apply_lora, module_at, split_trainab
 from fastjax.models.quant_config import QuantConfig
 from fastjax.models.quantized import full_shape, quantized_linears
 from fastjax.models.remat import RematPlan
-from fastjax.train.mesh import batch_sharding, replicated
+from fastjax.train.mesh import batch_sharding, frozen_shardings, replicated, state_shardings, trained_shardings
 from fastjax.train.optim import make_optimizer
 from fastjax.train.plan.memory import num_bytes
 from fastjax.train.step import make_train_step
@@ -80,14 +80,20 @@ class AbstractRun:
     def compile(self, plan: RematPlan, batch: dict[str, jax.ShapeDtypeStruct], mesh: Mesh) -> Any:
         """jax's compiled step for the mesh's devices, which may be described ones."""
         step: Any = make_train_step(self.graphdef, self.optimizer, mesh=mesh, remat=plan)
-        whole, split = replicated(mesh), batch_sharding(mesh)
-        place = lambda tree, sharding: jax.tree.map(  # noqa: E731
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-        )
-        states = place((self.trainable, self.opt_state, self.frozen), whole)
-        rng = place(jax.eval_shape(lambda: jax.random.key(0)), whole)
+        config = nnx.merge(self.graphdef, self.trainable, self.frozen).config
+        placed = [
+            _placed(self.trainable, trained_shardings(config, mesh, self.trainable)),
+            _placed(self.opt_state, state_shardings(config, mesh, self.opt_state, self.trainable)),
+            _placed(self.frozen, frozen_shardings(config, mesh, self.frozen)),
+            {name: _placed(leaf, batch_sharding(mesh)) for name, leaf in batch.items()},
+            _placed(jax.eval_shape(lambda: jax.random.key(0)), replicated(mesh)),
+        ]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(mesh.devices.flat[0]):
-            return step.trace(*states, place(batch, split), rng).lower().compile()
+            return step.trace(*placed).lower().compile()
+
+
+def _placed(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, shardings)
 
 
 def abstract_batch(accumulation: int, rows: int, seq: int, *, packed: bool) -> dict[str, jax.ShapeDtypeStruct]:

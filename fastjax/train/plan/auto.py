@@ -65,7 +65,7 @@ def auto_step(
       budget_gib: GiB for each device; None takes what the allocator has.
     Raises: DeviceMemoryError if nothing fits.
     """
-    held = num_bytes(arguments)
+    held = num_bytes(arguments, per_device=True)
     device = next(iter(jax.tree.leaves(arguments)[0].sharding.addressable_devices))
     # All processes must run the same program.
     budget = smallest(device_budget(device, held)) if budget_gib is None else int(budget_gib * 2**30)

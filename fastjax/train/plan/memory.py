@@ -1,5 +1,6 @@
 """What a compiled step needs of a device's memory, as its compiler reports it."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,8 @@ def read_memory(compiled: Any) -> StepMemory:
     )
 
 
-def num_bytes(tree: Any) -> int:
-    """Of a tree's arrays, abstract ones too."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def num_bytes(tree: Any, *, per_device: bool = False) -> int:
+    """Of a tree's arrays, abstract ones too; `per_device` counts what one device of their shardings holds."""
+    leaves = jax.tree.leaves(tree)
+    shapes = [leaf.sharding.shard_shape(leaf.shape) if per_device else leaf.shape for leaf in leaves]
+    return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))

@@ -13,7 +13,6 @@ from fastjax.models.lora import LoraConfig, apply_lora
 from fastjax.train.data import DataReport, PackedRows, TokenisedDataset, eval_batches
 from fastjax.train.data.tokenise import TokenRow
 from fastjax.train.loss import loss_sum
-from fastjax.train.mesh import make_mesh
 
 CONFIG = ModelConfig.from_hf(
     {
@@ -48,12 +47,11 @@ def model():
 def loss_and_gradient(model, rows):
     """The mean over all targets, and its gradient, of batches of [1, 1, T] rows."""
     graphdef, trainable, frozen = model
-    mesh = make_mesh()
 
     @jax.jit
     def one(trainable, batch):
         def loss(trainable):
-            return loss_sum(nnx.merge(graphdef, trainable, frozen), jax.tree.map(lambda x: x[0], batch), mesh=mesh)
+            return loss_sum(nnx.merge(graphdef, trainable, frozen), jax.tree.map(lambda x: x[0], batch))
 
         (total, count), gradient = jax.value_and_grad(loss, has_aux=True)(trainable)
         return total, count, gradient
