@@ -64,9 +64,9 @@ def evaluate_model(model: "CausalLM", rows: "Dataset", batch_size: int, mesh: "M
     Args:
       batch_size: rows per data-parallel rank.
     """
-    import jax
     from flax import nnx
 
+    from fastjax.models.host import place
     from fastjax.models.layers import LoraParam, TrainedParam
     from fastjax.train.data import eval_batches
     from fastjax.train.evaluate import evaluate
@@ -74,8 +74,8 @@ def evaluate_model(model: "CausalLM", rows: "Dataset", batch_size: int, mesh: "M
     from fastjax.train.step import make_eval_step
 
     graphdef, trainable, frozen = nnx.split(model, nnx.Any(LoraParam, TrainedParam), ...)  # type: ignore[misc]
-    trainable = jax.device_put(trainable, trained_shardings(model.config, mesh, trainable))
-    frozen = jax.device_put(frozen, frozen_shardings(model.config, mesh, frozen))
+    trainable = place(trainable, trained_shardings(model.config, mesh, trainable))
+    frozen = place(frozen, frozen_shardings(model.config, mesh, frozen))
     with eval_batches(rows, batch_size * num_batch_shards(mesh)) as batches:
         result = evaluate(make_eval_step(graphdef, mesh=mesh), trainable, frozen, batches, mesh=mesh)
     assert result is not None, "an evaluation that nobody stops has a result"
