@@ -67,6 +67,8 @@ def tune(heads: tuple[int, ...] = (64, 128, 256), length: int = 8192) -> None:
             times = _times(run, inputs, options, direction, first)
             best = sorted(times, key=times.__getitem__)[:3]
             more = [replace(tiles, shared_mib=mib) for tiles in best for mib in (48, EVERYTHING_MIB)]
+            if direction == "forward":
+                more += [replace(tiles, query_in_registers=True) for tiles in (*best, *more)]
             times |= _times(run, inputs, options, direction, more)
             order = sorted(times, key=times.__getitem__)
             for tiles in order[:8]:
@@ -77,12 +79,13 @@ def tune(heads: tuple[int, ...] = (64, 128, 256), length: int = 8192) -> None:
 
 
 def _times(run: Callable, inputs: tuple, options: Options, direction: str, candidates: list[Tiles]) -> dict:
-    """Median seconds by tiles; those that do not compile are left out."""
+    """Median seconds by tiles; those that do not compile are named and left out."""
 
     def compiled(tiles: Tiles):
         try:
             return jax.jit(lambda *x: run(*x, {}, options, tiles)).lower(*inputs).compile()
-        except Exception:
+        except Exception as error:
+            print(f"left out: {direction} {astuple(tiles)}: {type(error).__name__}: {str(error)[:200]}", flush=True)
             return None
 
     with ThreadPoolExecutor(16) as pool:

@@ -20,6 +20,8 @@ class Tiles:
     Attributes:
       shared_mib: heads run side by side only as long as what each of them reads again and again fits in this many MiB
         of L2 cache, together.
+      query_in_registers: forward only, in 16 bits: whether the queries are kept in registers, which Hopper's tensor
+        cores can read.
     """
 
     rows: int
@@ -27,6 +29,7 @@ class Tiles:
     num_warps: int
     num_stages: int
     shared_mib: int = 24
+    query_in_registers: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,10 @@ def tiles_for(direction: str, padded_head: int, dtype: jax.typing.DTypeLike, len
         tiles = Tiles(32, 32, 4, 2) if padded_head <= 128 else Tiles(16, 16, 4, 2)
     else:
         head = min(max(padded_head, 64), 256)
-        known = TUNED.get((capability, direction, head, itemsize)) or TUNED["9.0", direction, head, itemsize]
-        tiles = Tiles(*known)
+        known = TUNED.get((capability, direction, head, itemsize))
+        tiles = Tiles(*(known or TUNED["9.0", direction, head, itemsize]))
+        if known is None:
+            tiles = replace(tiles, query_in_registers=False)
     limit = _SHARED_MEMORY.get(capability, _SMALLEST_SHARED_MEMORY) - _HELD_BACK
     while shared_memory(direction, tiles, padded_head, itemsize) > limit and tiles.rows * tiles.keys > 16 * 16:
         if tiles.num_stages > 2:

@@ -8,7 +8,8 @@ With c = scale log2(e), over tiles j of keys, from m = -inf, l = 0, acc = 0:
     acc <- acc 2^(m - m') + p . v_j          l <- l 2^(m - m') + sum_j p         m <- m'
     out  = acc / l                           lse = (m + log2 l) / log2(e)
 
-m, l and acc are float32; p is rounded to the dtype of v for its product.
+m, l and acc are float32; p is rounded to the dtype of v for its product. l is kept in parts, one for each column of a
+tile modulo 8, which is what one thread holds of a row; they are added up at the end.
 """
 
 from functools import partial
@@ -46,7 +47,11 @@ from fastjax.kernels.attention.pallas_triton_visits import (
 )
 
 
-def _forward_kernel(query_ref, key_ref, value_ref, refs, out_ref, lse_ref, *, call: Call):
+# Columns that a thread's share of a product repeats by.
+_PARTS = 8
+
+
+def _forward_kernel(query_ref, key_ref, value_ref, refs, out_ref, lse_ref, *, call: Call, registers: bool):
     """Owns call.rows queries of one head; query_ref [rows, H], key_ref and value_ref [L, S, H].
 
     Full tiles first, then those with a mask. A row without keys keeps l = 0 and gives zeros.
@@ -59,6 +64,10 @@ def _forward_kernel(query_ref, key_ref, value_ref, refs, out_ref, lse_ref, *, ca
     limit = key_limit(call, refs)
     layer = layer_index(refs)
     query = load_rows(query_ref, ..., call, inside)
+    if registers:
+        # What comes out of a product lies in registers as the next one takes it, and q . 1 is q: the tensor cores then
+        # read it there, and not from shared memory in every tile.
+        query = call.dot(query, jnp.eye(call.padded_head, dtype=query.dtype)).astype(query.dtype)
     segments = load_segments(refs, row, call.num_queries)[:, None] if "segment_ids" in refs else None
     of_queries = query_bits(call, refs, 0, row)
 
@@ -79,7 +88,8 @@ def _forward_kernel(query_ref, key_ref, value_ref, refs, out_ref, lse_ref, *, ca
         finite = jnp.where(new_maximum == -jnp.inf, 0.0, new_maximum) if masked else new_maximum
         weights = call.exp2(call.multiply_add(scores, call.exponent_scale, -finite[:, None]))
         correction = call.exp2(maximum - finite)
-        total = total * correction + jnp.sum(weights, axis=1)
+        parts = jnp.sum(weights.reshape(call.rows, call.keys // _PARTS, _PARTS), axis=1)
+        total = total * correction[:, None] + parts
         of_keys = key_bits(call, refs, 0, index)
         if of_queries is not None and of_keys is not None:
             weights = dropped(call, weights, of_queries[:, None], of_keys[None, :])
@@ -90,13 +100,14 @@ def _forward_kernel(query_ref, key_ref, value_ref, refs, out_ref, lse_ref, *, ca
     carry = (
         jnp.zeros((call.rows, call.padded_head), jnp.float32),
         jnp.full((call.rows,), -jnp.inf, jnp.float32),
-        jnp.zeros((call.rows,), jnp.float32),
+        jnp.zeros((call.rows, _PARTS), jnp.float32),
     )
     carry = jax.lax.fori_loop(visit.full_first, visit.full_end, partial(step, masked=False), carry)
     if needs_mask(call, refs):
         masked = partial(step, masked=True)
         carry = jax.lax.fori_loop(0, visit.num_masked, lambda i, carry: masked(visit.masked(i), carry), carry)
     acc, maximum, total = carry
+    total = jnp.sum(total, axis=1)
     is_empty = total == 0.0
     total = jnp.where(is_empty, 1.0, total)
     lse = jnp.where(is_empty, -jnp.inf, maximum * (1 / LOG2_E) + jnp.log(total))
@@ -157,7 +168,7 @@ def forward_pallas(
     of_queries = pl.BlockSpec((None, call.rows, None, call.padded_head), query_block)
     of_keys = layered_key_spec(key, call, row_and_kv_head)
     out, lse = pl.pallas_call(
-        partial(_forward_kernel, call=call),
+        partial(_forward_kernel, call=call, registers=tiles.query_in_registers and not exact),
         out_shape=(
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct((batch, num_heads, num_queries), jnp.float32),
