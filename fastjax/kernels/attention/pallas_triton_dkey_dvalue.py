@@ -33,9 +33,7 @@ from fastjax.kernels.attention.pallas_triton_parts import (
     statistics,
     store_rows,
 )
-from fastjax.kernels.attention.pallas_triton_visits import (
-    queries_to_visit,
-)
+from fastjax.kernels.attention.pallas_triton_visits import queries_to_visit
 
 
 def _kernel(query_ref, key_ref, value_ref, dout_ref, lse_ref, delta_ref, refs, dkey_ref, dvalue_ref, *, call: Call):
@@ -102,14 +100,10 @@ def dkey_dvalue_pallas(
     query, key, value, dout, lse, delta, arrays, options: Options, tiles: Tiles, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """(dkey, dvalue), see `backward_pallas`."""
-    batch, num_queries, num_heads, head_dim = query.shape
-    num_keys, num_kv_heads = key.shape[1:3]
-    group = num_heads // num_kv_heads
-    exact = query.dtype == jnp.float32
-    call = Call(options, num_queries, num_keys, head_dim, group, tiles.rows, tiles.keys, exact, interpret)
-    section = head_sections(
-        batch * num_kv_heads, 1, 2 * num_queries * group * head_dim * query.dtype.itemsize, tiles.shared_mib
-    )
+    batch, num_kv_heads = key.shape[0], key.shape[2]
+    call = Call.of(query, key, options, tiles, interpret)
+    num_bytes = 2 * call.num_queries * call.group * call.head_dim * query.dtype.itemsize
+    section = head_sections(batch * num_kv_heads, 1, num_bytes, tiles.shared_mib)
 
     def row_and_head(member, tile, section_index):
         del tile
@@ -124,9 +118,9 @@ def dkey_dvalue_pallas(
         row, head = row_and_head(*ids)
         return row, 0, head, 0
 
-    of_queries = pl.BlockSpec((None, call.padded_queries, group, call.padded_head), query_block)
+    of_queries = pl.BlockSpec((None, call.padded_queries, call.group, call.padded_head), query_block)
     of_keys = pl.BlockSpec((None, call.keys, None, call.padded_head), key_block)
-    of_numbers = pl.BlockSpec((None, group, call.padded_queries), lambda *ids: (*row_and_head(*ids), 0))
+    of_numbers = pl.BlockSpec((None, call.group, call.padded_queries), lambda *ids: (*row_and_head(*ids), 0))
     return pl.pallas_call(
         partial(_kernel, call=call),
         out_shape=(jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)),
@@ -139,7 +133,7 @@ def dkey_dvalue_pallas(
             of_queries,
             of_numbers,
             of_numbers,
-            mask_specs(arrays, row_and_head, group),
+            mask_specs(arrays, row_and_head, call.group),
         ],
         out_specs=(of_keys, of_keys),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),

@@ -15,37 +15,28 @@ from fastjax.kernels.attention.options import Options
 from fastjax.kernels.attention.pallas_triton_masks import (
     dropped,
     key_bits,
-    key_limit,
     load_segments,
     mask_specs,
     needs_mask,
     pair_mask,
     query_bits,
-    query_positions,
 )
 from fastjax.kernels.attention.pallas_triton_parts import (
     Call,
     cap_slope,
     capped,
-    head_sections,
     load_numbers,
     load_rows,
     statistics,
     store_rows,
 )
-from fastjax.kernels.attention.pallas_triton_visits import (
-    keys_to_visit,
-)
+from fastjax.kernels.attention.pallas_triton_queries import QueryGrid, owned_queries
 
 
 def _kernel(query_ref, key_ref, value_ref, dout_ref, lse_ref, delta_ref, refs, dquery_ref, *, call: Call):
     """Owns call.rows queries of one head, as the forward kernel."""
-    first_row = (pl.num_programs(1) - 1 - pl.program_id(1)) * call.rows
-    row = first_row + jnp.arange(call.rows)
-    inside = None if call.num_queries % call.rows == 0 else row < call.num_queries
-    positions = query_positions(call, refs, row)
-    visit = keys_to_visit(call, refs, first_row, positions)
-    limit = key_limit(call, refs)
+    own = owned_queries(call, refs)
+    row, inside, positions, visit, limit = own.row, own.inside, own.positions, own.visit, own.limit
     query = load_rows(query_ref, ..., call, inside)
     dout = load_rows(dout_ref, ..., call, inside)
     lse = statistics(load_numbers(lse_ref, ..., inside), inside)
@@ -86,47 +77,28 @@ def dquery_pallas(
     query, key, value, dout, lse, delta, arrays, options: Options, tiles: Tiles, *, interpret: bool = False
 ) -> jax.Array:
     """dquery, see `backward_pallas`."""
-    batch, num_queries, num_heads, head_dim = query.shape
-    num_keys, num_kv_heads = key.shape[1:3]
-    group = num_heads // num_kv_heads
-    exact = query.dtype == jnp.float32
-    call = Call(options, num_queries, num_keys, head_dim, group, tiles.rows, tiles.keys, exact, interpret)
-    section = head_sections(batch * num_heads, group, 2 * num_keys * head_dim * key.dtype.itemsize, tiles.shared_mib)
-
-    def row_and_head(member, tile, section_index):
-        del tile
-        head = section_index * section + member
-        return head // num_heads, head % num_heads
-
-    def query_block(member, tile, section_index):
-        row, head = row_and_head(member, tile, section_index)
-        return row, call.padded_queries // call.rows - 1 - tile, head, 0
+    call = Call.of(query, key, options, tiles, interpret)
+    grid = QueryGrid.over(call, query, tiles)
 
     def key_block(*ids):
-        row, head = row_and_head(*ids)
-        return row, 0, head // group, 0
+        row, head = grid.row_and_kv_head(*ids)
+        return row, 0, head, 0
 
-    def number_block(*ids):
-        row, tile, head, _ = query_block(*ids)
-        return row, head, tile
-
-    of_queries = pl.BlockSpec((None, call.rows, None, call.padded_head), query_block)
     of_keys = pl.BlockSpec((None, call.padded_keys, None, call.padded_head), key_block)
-    of_numbers = pl.BlockSpec((None, None, call.rows), number_block)
     return pl.pallas_call(
         partial(_kernel, call=call),
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        grid=(section, call.padded_queries // call.rows, batch * num_heads // section),
+        grid=grid.sizes,
         in_specs=[
-            of_queries,
+            grid.queries(),
             of_keys,
             of_keys,
-            of_queries,
-            of_numbers,
-            of_numbers,
-            mask_specs(arrays, row_and_head),
+            grid.queries(),
+            grid.numbers(),
+            grid.numbers(),
+            mask_specs(arrays, grid.row_and_head),
         ],
-        out_specs=of_queries,
+        out_specs=grid.queries(),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="attention_dquery",

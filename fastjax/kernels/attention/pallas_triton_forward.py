@@ -25,27 +25,21 @@ from fastjax.kernels.attention.options import Options
 from fastjax.kernels.attention.pallas_triton_masks import (
     dropped,
     key_bits,
-    key_limit,
     layer_index,
     load_segments,
     mask_specs,
     needs_mask,
     pair_mask,
     query_bits,
-    query_positions,
 )
 from fastjax.kernels.attention.pallas_triton_parts import (
     LOG2_E,
     Call,
     capped,
-    head_sections,
     load_rows,
     store_rows,
 )
-from fastjax.kernels.attention.pallas_triton_visits import (
-    keys_to_visit,
-)
-
+from fastjax.kernels.attention.pallas_triton_queries import QueryGrid, owned_queries
 
 # Columns that a thread's share of a product repeats by.
 _PARTS = 8
@@ -56,12 +50,8 @@ def _forward_kernel(query_ref, key_ref, value_ref, refs, out_ref, lse_ref, *, ca
 
     Full tiles first, then those with a mask. A row without keys keeps l = 0 and gives zeros.
     """
-    first_row = (pl.num_programs(1) - 1 - pl.program_id(1)) * call.rows
-    row = first_row + jnp.arange(call.rows)
-    inside = None if call.num_queries % call.rows == 0 else row < call.num_queries
-    positions = query_positions(call, refs, row)
-    visit = keys_to_visit(call, refs, first_row, positions)
-    limit = key_limit(call, refs)
+    own = owned_queries(call, refs)
+    row, inside, positions, visit, limit = own.row, own.inside, own.positions, own.visit, own.limit
     layer = layer_index(refs)
     query = load_rows(query_ref, ..., call, inside)
     if registers:
@@ -141,42 +131,19 @@ def forward_pallas(
       key, value: [L, B, S, K, H], of which arrays["layer"] (or the first) is read where it lies.
       arrays: as from `mask_arrays`.
     """
-    batch, num_queries, num_heads, head_dim = query.shape
-    num_keys, num_kv_heads = key.shape[-3:-1]
-    group = num_heads // num_kv_heads
-    exact = query.dtype == jnp.float32
-    call = Call(options, num_queries, num_keys, head_dim, group, tiles.rows, tiles.keys, exact, interpret)
-    section = head_sections(batch * num_heads, group, 2 * num_keys * head_dim * key.dtype.itemsize, tiles.shared_mib)
-
-    def row_and_head(member, tile, section_index):
-        del tile
-        head = section_index * section + member
-        return head // num_heads, head % num_heads
-
-    def query_block(member, tile, section_index):
-        row, head = row_and_head(member, tile, section_index)
-        return row, call.padded_queries // call.rows - 1 - tile, head, 0
-
-    def row_and_kv_head(*ids):
-        row, head = row_and_head(*ids)
-        return row, head // group
-
-    def lse_block(*ids):
-        row, tile, head, _ = query_block(*ids)
-        return row, head, tile
-
-    of_queries = pl.BlockSpec((None, call.rows, None, call.padded_head), query_block)
-    of_keys = layered_key_spec(key, call, row_and_kv_head)
+    batch, num_queries, num_heads, _ = query.shape
+    call = Call.of(query, key, options, tiles, interpret)
+    grid = QueryGrid.over(call, query, tiles)
+    of_keys = layered_key_spec(key, call, grid.row_and_kv_head)
     out, lse = pl.pallas_call(
-        partial(_forward_kernel, call=call, registers=tiles.query_in_registers and not exact),
+        partial(_forward_kernel, call=call, registers=tiles.query_in_registers and not call.exact),
         out_shape=(
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct((batch, num_heads, num_queries), jnp.float32),
         ),
-        # Long rows of tiles start first, so that short ones fill the gaps at the end.
-        grid=(section, call.padded_queries // call.rows, batch * num_heads // section),
-        in_specs=[of_queries, of_keys, of_keys, mask_specs(arrays, row_and_head)],
-        out_specs=(of_queries, pl.BlockSpec((None, None, call.rows), lse_block)),
+        grid=grid.sizes,
+        in_specs=[grid.queries(), of_keys, of_keys, mask_specs(arrays, grid.row_and_head)],
+        out_specs=(grid.queries(), grid.numbers()),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="attention_forward",

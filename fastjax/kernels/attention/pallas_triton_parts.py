@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from fastjax.kernels.attention.blocks import Tiles
 from fastjax.kernels.attention.options import Options
 
 LOG2_E = math.log2(math.e)
@@ -35,6 +36,14 @@ class Call:
     keys: int
     exact: bool
     interpret: bool
+
+    @classmethod
+    def of(cls, query: jax.Array, key: jax.Array, options: Options, tiles: Tiles, interpret: bool) -> "Call":
+        """For query [B, T, N, H] and key [..., S, K, H]."""
+        num_queries, num_heads, head_dim = query.shape[1:]
+        num_keys, num_kv_heads = key.shape[-3:-1]
+        group, exact = num_heads // num_kv_heads, query.dtype == jnp.float32
+        return cls(options, num_queries, num_keys, head_dim, group, tiles.rows, tiles.keys, exact, interpret)
 
     @property
     def padded_head(self) -> int:
