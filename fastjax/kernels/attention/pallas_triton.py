@@ -43,7 +43,7 @@ def plan_for(query: jax.Array, key: jax.Array, *, splits_keys: bool, interpret: 
     length = max(num_queries, num_keys)
     if interpret:
         # A pass over a tile costs the interpreter more than what is in it; two shapes keep rows and keys apart.
-        by = 1 if length <= 512 else 4
+        by = 1 if length <= 512 else 8
         wide, tall = Tiles(32 * by, 64 * by, 4, 2), Tiles(64 * by, 32 * by, 4, 2)
         return Plan(wide, tall, wide, decode, interpret=True)
     forward, dkey_dvalue, dquery = (

@@ -17,10 +17,11 @@ class Exact:
 
 def exact_attention(query, key, value, dout, allowed, scale, softcap=None, dlse=None, kept=None) -> Exact:
     """Args: allowed [B, T, S] bool; kept [B, N, T, S], what dropout multiplies the weights with."""
-    query, key, value, dout = (np.asarray(x, np.float64) for x in (query, key, value, dout))
-    group = query.shape[2] // key.shape[2]
-    key, value = np.repeat(key, group, axis=2), np.repeat(value, group, axis=2)
-    product = scale * np.einsum("btnh,bsnh->bnts", query, key)
+    # [B, N, length, H]: matmul goes through BLAS, which einsum does not with batch dims.
+    query, key, value, dout = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (query, key, value, dout))
+    group = query.shape[1] // key.shape[1]
+    key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
+    product = scale * query @ key.swapaxes(2, 3)
     slope = np.ones_like(product)
     if softcap is not None:
         tanh = np.tanh(product / softcap)
@@ -29,23 +30,20 @@ def exact_attention(query, key, value, dout, allowed, scale, softcap=None, dlse=
     total = weights.sum(-1, keepdims=True)
     weights = weights / np.where(total == 0, 1, total)
     kept = np.ones_like(weights) if kept is None else kept
-    out = np.einsum("bnts,bsnh->btnh", weights * kept, value)
-    dweights = np.einsum("btnh,bsnh->bnts", dout, value) * kept
+    dropped = weights * kept
+    dweights = dout @ value.swapaxes(2, 3) * kept
     delta = (weights * dweights).sum(-1, keepdims=True)
     dscores = weights * (dweights - delta + (0 if dlse is None else dlse[..., None])) * slope * scale
 
     def of_group(x):
-        batch, length, heads, head_dim = x.shape
-        return x.reshape(batch, length, heads // group, group, head_dim).sum(3)
+        batch, heads, length, head_dim = x.shape
+        return x.reshape(batch, heads // group, group, length, head_dim).sum(2)
 
     with np.errstate(divide="ignore"):
         lse = np.log(total[..., 0])
-    gradients = (
-        np.einsum("bnts,bsnh->btnh", dscores, key),
-        of_group(np.einsum("bnts,btnh->bsnh", dscores, query)),
-        of_group(np.einsum("bnts,btnh->bsnh", weights * kept, dout)),
-    )
-    return Exact(out, lse, gradients)
+    gradients = (dscores @ key, of_group(dscores.swapaxes(2, 3) @ query), of_group(dropped.swapaxes(2, 3) @ dout))
+    dquery, dkey, dvalue = (x.swapaxes(1, 2) for x in gradients)
+    return Exact((dropped @ value).swapaxes(1, 2), lse, (dquery, dkey, dvalue))
 
 
 @pytest.fixture(scope="session")
