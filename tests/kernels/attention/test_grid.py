@@ -1,6 +1,7 @@
 """Values and every gradient of the kernels against float64, over a grid in which all pairs of settings occur."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,9 @@ import numpy as np
 import pytest
 
 from fastjax.kernels.attention import attention
+from fastjax.kernels.attention.blocks import Tiles
+from fastjax.kernels.attention.options import Options
+from fastjax.kernels.attention.pallas_triton_forward import forward_pallas
 
 LENGTHS = (1, 17, 63, 127, 129, 192, 1000)
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -131,6 +135,20 @@ def check(exact, length, head_dim, group, window, dtype, masks, interpret):
 @pytest.mark.parametrize(("length", "head_dim", "group", "window", "dtype", "masks"), COVERING)
 def test_covering_cases(exact, length, head_dim, group, window, dtype, masks, interpret):
     check(exact, length, head_dim, group, window, dtype, masks, interpret)
+
+
+def test_queries_by_way_of_registers_are_the_same_queries():
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, key, value = (
+        jax.random.normal(k, (1, 20, n, 24)).astype("bfloat16") for k, n in zip(keys, (2, 1, 1), strict=True)
+    )
+    tiles = Tiles(16, 16, 4, 2)
+    found = [
+        forward_pallas(query, key[None], value[None], {}, Options(scale=0.2), each, interpret=True)
+        for each in (tiles, replace(tiles, query_in_registers=True))
+    ]
+    for one, two in zip(*found, strict=True):
+        assert one.tobytes() == two.tobytes()
 
 
 @pytest.mark.slow
