@@ -113,7 +113,7 @@ def training() -> None:
     """Each case by our kernels, by cuDNN with the same mask, and by cuDNN without segments or window."""
     columns = ("forward us", "TFLOP/s", "of cuDNN", "fwd + bwd us", "TFLOP/s", "of cuDNN", "of dense cuDNN", "MiB")
     print("| case | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1), flush=True)
-    jobs, names = [], []
+    jobs = []
     for case in CASES:
         inputs = (*arrays(case), masks(case))
         ours = {"implementation": "pallas_triton", "window": case.window}
@@ -125,7 +125,6 @@ def training() -> None:
             jobs.append((partial(function, **ours), inputs))
             jobs.append((partial(function, **same), inputs))
             jobs.append((partial(function, implementation="cudnn"), without_masks))
-            names += [(case, function)] * 3
     functions = compiled(jobs)
     times = [None if f is None else seconds_per_call(f, [job[1]]) for f, job in zip(functions, jobs, strict=True)]
     for i, case in enumerate(CASES):
@@ -136,6 +135,28 @@ def training() -> None:
             cells += [f"{ours * 1e6:.0f}", f"{case.flop(passes) / ours / 1e12:.0f}", ratio]
         cells.append(f"{dense / ours:.2f}")
         cells.append(f"{functions[6 * i + 3].memory_analysis().temp_size_in_bytes / 2**20:.0f}")
+        print(f"| {case.name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def dense_on_hopper() -> None:
+    """Dense rows by the Mosaic GPU forward, whose backward is cuDNN's, beside cuDNN."""
+    cases = [case for case in CASES if case.documents is None and case.window is None]
+    jobs = []
+    for case in cases:
+        for function in (forward, forward_and_backward):
+            for name in ("mosaic_gpu", "cudnn"):
+                jobs.append((partial(function, implementation=name), (*arrays(case), {})))
+    functions = compiled(jobs)
+    if functions[0] is None:
+        return
+    columns = ("forward us", "TFLOP/s", "of cuDNN", "fwd + bwd us", "TFLOP/s", "of cuDNN")
+    print("\n| mosaic_gpu | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1), flush=True)
+    times = [seconds_per_call(f, [job[1]]) for f, job in zip(functions, jobs, strict=True)]
+    for i, case in enumerate(cases):
+        cells = []
+        for j, passes in ((0, 1.0), (2, 3.5)):
+            ours, cudnn = times[4 * i + j : 4 * i + j + 2]
+            cells += [f"{ours * 1e6:.0f}", f"{case.flop(passes) / ours / 1e12:.0f}", f"{cudnn / ours:.2f}"]
         print(f"| {case.name} | " + " | ".join(cells) + " |", flush=True)
 
 
@@ -171,6 +192,7 @@ def main() -> None:
         tune()
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, bfloat16, {NUM_HEADS}/{NUM_KV_HEADS} heads of 128\n")
     training()
+    dense_on_hopper()
     decoding()
 
 

@@ -12,6 +12,7 @@ from fastjax.kernels._dispatch import choose, triton_reason
 from fastjax.kernels.attention.bounds import make_tile_bounds
 from fastjax.kernels.attention.cudnn import attention_cudnn, cudnn_reason
 from fastjax.kernels.attention.dropout import dropout_seeds
+from fastjax.kernels.attention.mosaic_gpu import attention_mosaic, mosaic_reason
 from fastjax.kernels.attention.options import Options
 from fastjax.kernels.attention.pallas_triton import attention_pallas
 from fastjax.kernels.attention.reference import attention_reference
@@ -67,9 +68,9 @@ def attention(
       return_lse: whether to return the log of the sum of exp(scores) too, natural, -inf for a query without keys.
       layer: key and value are [L, B, S, K, H], and this index of them is read where it lies. No gradient.
       max_segments: the most documents of a row, which only "cudnn" needs to know; see there.
-      implementation: "pallas_triton", "cudnn" or "reference"; None takes the fastest that can run here, by measurement;
-        a name is used or fails. cuDNN takes packed rows only where each document lies in one piece and a row has at
-        most `max_segments`; other rows give NaN there.
+      implementation: "pallas_triton", "mosaic_gpu", "cudnn" or "reference"; None takes the fastest that can run here,
+        by measurement; a name is used or fails. "mosaic_gpu" is for dense rows on Hopper. cuDNN takes packed rows only
+        where each document lies in one piece and a row has at most `max_segments`; other rows give NaN there.
       interpret: run Pallas kernels in jax's interpreter, on any device; None means no.
     Returns: [B, T, N, H] in query's dtype; with return_lse also [B, N, T] float32.
     Raises: ValueError for shapes that do not fit, settings out of range or an unknown `implementation`;
@@ -89,15 +90,18 @@ def attention(
     masks: dict[str, Any] = {"segment_ids": segment_ids, "positions": positions, "kv_lengths": kv_lengths}
     reasons = {
         "cudnn": _cudnn_reason(query, key, options, masks, return_lse, layer, max_segments),
+        "mosaic_gpu": _mosaic_reason(query, key, options, masks, layer, bool(interpret)),
         "pallas_triton": _pallas_reason(query, bool(interpret)),
         "reference": None,
     }
     if segment_ids is not None or interpret:
-        reasons = {name: reasons[name] for name in ("pallas_triton", "cudnn", "reference")}
+        reasons = {name: reasons[name] for name in ("pallas_triton", "cudnn", "mosaic_gpu", "reference")}
     implementation = choose("attention", implementation, reasons)
     if implementation == "cudnn":
         assert not return_lse
         return attention_cudnn(query, key, value, options, segment_ids=segment_ids, max_segments=max_segments or 0)
+    if implementation == "mosaic_gpu":
+        return attention_mosaic(query, key, value, options, return_lse)
     seeds = None
     if dropout_rate > 0.0 and rng is not None:
         seeds = rng if _is_seeds(rng) else dropout_seeds(rng, query.shape[0], query.shape[2])
@@ -134,6 +138,17 @@ def _pallas_reason(query: jax.Array, interpret: bool) -> str | None:
     if query.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"takes bfloat16, float16 and float32, and query is {query.dtype}"
     return triton_reason(interpret)
+
+
+def _mosaic_reason(query, key, options: Options, masks, layer, interpret: bool) -> str | None:
+    for name, array in masks.items():
+        if array is not None:
+            return f"takes no {name}"
+    if layer is not None:
+        return "takes key and value of one layer only"
+    if interpret:
+        return "cannot be interpreted"
+    return mosaic_reason(query, key, options)
 
 
 def _cudnn_reason(query, key, options: Options, masks, return_lse: bool, layer, max_segments) -> str | None:

@@ -42,6 +42,15 @@ class DecodeTiles:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class MosaicTiles:
+    """rows queries a group of warps, keys keys a tile, slots tiles in shared memory."""
+
+    rows: int
+    keys: int
+    slots: int
+
+
 DIRECTIONS = ("forward", "dkey_dvalue", "dquery")
 # Opt-in limit of one block, by compute capability; some are held back for what the compiler adds.
 _SHARED_MEMORY = {"8.0": 166912, "8.6": 101376, "8.7": 166912, "8.9": 101376, "9.0": 232448, "10.0": 232448}
@@ -89,6 +98,11 @@ def tiles_for(direction: str, padded_head: int, dtype: jax.typing.DTypeLike, len
             tiles = replace(tiles, keys=tiles.keys // 2)
     longest = max(16, 1 << (length - 1).bit_length())
     return replace(tiles, rows=min(tiles.rows, longest), keys=min(tiles.keys, longest))
+
+
+def mosaic_tiles(head_dim: int) -> MosaicTiles:
+    """Tiles of the forward on Hopper: what fits its shared memory and registers."""
+    return MosaicTiles(rows=64, keys=128 if head_dim <= 128 else 64, slots=2)
 
 
 def decode_tiles(batch: int, num_kv_heads: int, num_keys: int, padded_head: int, itemsize: int) -> DecodeTiles:

@@ -114,6 +114,15 @@ def _forward(query, key, value, documents, options: Options):
     return out, (*inputs, lse, out)
 
 
+def cudnn_gradients(query, key, value, out, lse, dout, options: Options) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(dquery, dkey, dvalue) of dense attention whose output and log-sum-exp [B, N, T] another forward gave."""
+    module = _jax_module()
+    rule = inspect.signature(module._dot_product_attention_fwd_rule).parameters
+    # bias, lengths and offsets of queries and keys, page tables, and in jax 0.12 arguments of a score function.
+    absent = [jnp.zeros(0, query.dtype)] * 7 + [()] * ("score_mod_args" in rule)
+    return _backward(options, (query, key, value, *absent, lse, out), dout)[:3]
+
+
 def _backward(options: Options, residuals, dout):
     is_packed = residuals[6].size > 0
     arrays = {"res": residuals, "grad_output": dout}

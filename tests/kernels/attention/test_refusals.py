@@ -24,7 +24,7 @@ from fastjax.kernels.attention.options import Options
         ({"tile_bounds": jnp.zeros((1, 4, 4), int)}, r"make_tile_bounds\(segment_ids\)"),
         ({"positions": jnp.zeros((1, 3), int)}, "positions"),
         ({"kv_lengths": jnp.zeros((2,), int)}, "kv_lengths"),
-        ({"implementation": "cudnnn"}, "known: cudnn, pallas_triton, reference"),
+        ({"implementation": "cudnnn"}, "known: cudnn, mosaic_gpu, pallas_triton, reference"),
     ],
 )
 def test_bad_input_is_named(changes, words):
