@@ -76,7 +76,7 @@ def _backward(options: Options, return_lse: bool, residuals, cotangents):
     if not return_lse and cudnn_reason(query, key, options, is_packed=False) is None:
         return cudnn_gradients(query, key, value, out, lse, cotangents, options)
     dout, dlse = cotangents if return_lse else (cotangents, None)
-    plan = plan_for(query, key, splits_keys=False, interpret=False)
+    plan = plan_for(query, key, splits_keys=False, num_seen=0, interpret=False)
     delta = delta_pallas(out, dout, dlse)
     return backward_pallas(query, key, value, dout, lse, delta, {}, options, plan.dkey_dvalue, plan.dquery)
 

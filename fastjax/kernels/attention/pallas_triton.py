@@ -5,7 +5,7 @@ itself: from outside, a checkpoint policy cannot reach the residuals of a custom
 run the forward again for the other. With both names saved, the backward never does.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -32,8 +32,20 @@ class Plan:
     interpret: bool = False
 
 
-def plan_for(query: jax.Array, key: jax.Array, *, splits_keys: bool, interpret: bool) -> Plan:
-    """The tiles for arrays of these shapes on the GPU that computations go to now."""
+# From so many keys a query on, bringing the queries into registers pays: it costs as much as a tile of 64 keys, and
+# saves a fortieth of every tile.
+_KEYS_FOR_REGISTERS = 4096
+
+
+def seen_keys(options: Options, num_keys: int, *, is_packed: bool) -> int:
+    """About how many keys a query sees from the first one on; 0 for windows and documents, which start anywhere."""
+    if is_packed or options.window is not None:
+        return 0
+    return num_keys // 2 if options.causal else num_keys
+
+
+def plan_for(query: jax.Array, key: jax.Array, *, splits_keys: bool, num_seen: int, interpret: bool) -> Plan:
+    """The tiles for arrays of these shapes on the GPU that computations go to now; num_seen as from `seen_keys`."""
     batch, num_queries, _, head_dim = query.shape
     num_keys, num_kv_heads = key.shape[-3:-1]
     padded_head = max(16, pl.next_power_of_2(head_dim))
@@ -49,6 +61,8 @@ def plan_for(query: jax.Array, key: jax.Array, *, splits_keys: bool, interpret: 
     forward, dkey_dvalue, dquery = (
         tiles_for(direction, padded_head, query.dtype, length) for direction in ("forward", "dkey_dvalue", "dquery")
     )
+    if num_seen < _KEYS_FOR_REGISTERS:
+        forward = replace(forward, query_in_registers=False)
     return Plan(forward, dkey_dvalue, dquery, decode)
 
 
@@ -77,7 +91,9 @@ def attention_pallas(
       plan: None takes `plan_for`'s.
     """
     if plan is None:
-        plan = plan_for(query, key, splits_keys=segment_ids is None and seeds is None, interpret=interpret)
+        num_seen = seen_keys(options, key.shape[-3], is_packed=segment_ids is not None)
+        splits_keys = segment_ids is None and seeds is None
+        plan = plan_for(query, key, splits_keys=splits_keys, num_seen=num_seen, interpret=interpret)
     if positions is not None:
         positions = jnp.broadcast_to(positions, query.shape[:2])
     arrays = mask_arrays(positions, segment_ids, tile_bounds, kv_lengths, seeds, layer)

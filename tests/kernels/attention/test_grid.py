@@ -11,6 +11,7 @@ import pytest
 from fastjax.kernels.attention import attention
 from fastjax.kernels.attention.blocks import Tiles
 from fastjax.kernels.attention.options import Options
+from fastjax.kernels.attention.pallas_triton import plan_for, seen_keys
 from fastjax.kernels.attention.pallas_triton_forward import forward_pallas
 
 LENGTHS = (1, 17, 63, 127, 129, 192, 1000)
@@ -137,18 +138,29 @@ def test_covering_cases(exact, length, head_dim, group, window, dtype, masks, in
     check(exact, length, head_dim, group, window, dtype, masks, interpret)
 
 
-def test_queries_by_way_of_registers_are_the_same_queries():
+def test_queries_by_way_of_registers_are_the_same_queries(interpret):
+    length, head_dim, tiles = (20, 24, Tiles(16, 16, 4, 2)) if interpret else (1000, 128, Tiles(64, 64, 4, 3))
     keys = jax.random.split(jax.random.key(0), 3)
     query, key, value = (
-        jax.random.normal(k, (1, 20, n, 24)).astype("bfloat16") for k, n in zip(keys, (2, 1, 1), strict=True)
+        jax.random.normal(k, (1, length, n, head_dim)).astype("bfloat16") for k, n in zip(keys, (2, 1, 1), strict=True)
     )
-    tiles = Tiles(16, 16, 4, 2)
     found = [
-        forward_pallas(query, key[None], value[None], {}, Options(scale=0.2), each, interpret=True)
+        forward_pallas(query, key[None], value[None], {}, Options(scale=0.2), each, interpret=interpret)
         for each in (tiles, replace(tiles, query_in_registers=True))
     ]
     for one, two in zip(*found, strict=True):
         assert one.tobytes() == two.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_packed", "count"),
+    [({}, False, 4096), ({"causal": False}, False, 8192), ({"window": 5000}, False, 0), ({}, True, 0)],
+)
+def test_long_rows_alone_bring_queries_into_registers(settings, is_packed, count):
+    assert seen_keys(Options(scale=1.0, **settings), 8192, is_packed=is_packed) == count
+    query = jax.ShapeDtypeStruct((1, 8192, 4, 128), "bfloat16")
+    plan = plan_for(query, query, splits_keys=False, num_seen=count, interpret=False)
+    assert plan.forward.query_in_registers == (count >= 4096)
 
 
 @pytest.mark.slow
