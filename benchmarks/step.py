@@ -2,12 +2,15 @@
 
 python -m benchmarks.step --preset llama3-8b --batch 4 --seq 2048 --method qlora
 
-Needs jax, flax, optax and numpy only. With --memory-budget-gib the allocator gets no more than that.
+Needs jax, flax, optax and numpy only. With --memory-budget-gib the allocator gets no more than that. --remat auto finds
+its plan as a run does, without those that earlier runs remember. stdout has one JSON line.
 """
 
 import argparse
 import json
 import os
+
+from fastjax.devices import has_nvidia_device
 
 
 def arguments() -> argparse.Namespace:
@@ -19,17 +22,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--remat", default="auto")
     parser.add_argument("--optim", default="adamw")
-    parser.add_argument("--memory-budget-gib", type=float, help="limit of the allocator, weights included")
+    parser.add_argument(
+        "--memory-budget-gib", type=float, help="limit of the allocator, weights included, which --remat auto fills"
+    )
     parser.add_argument("--packed", help="name of a list of lengths in benchmarks/lengths: rows are packed from it")
     parser.add_argument("--layers", type=int, help="this many layers instead of the preset's, to find a fault fast")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--profile", action="store_true", help="print kernel times by name")
+    parser.add_argument("--profile", action="store_true", help="print kernel times by group and name on stderr")
     return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
-    if options.memory_budget_gib is not None:
+    if options.memory_budget_gib is not None and has_nvidia_device():
         # Before jax looks for the GPU: the allocator takes this share of its memory at the start, and no more.
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(options.memory_budget_gib / total_memory_gib())
     from benchmarks.training import measure

@@ -1,6 +1,8 @@
 """One training step of a random-weight model: what `benchmarks.step` measures."""
 
 import argparse
+import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,19 +11,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from benchmarks.gpu_timing import kernel_times
 from benchmarks.random_model import random_model
 from fastjax.models.config import ModelConfig
 from fastjax.models.lora import LoraConfig, apply_lora, split_trainable
 from fastjax.models.quant_config import QuantConfig
+from fastjax.models.remat import AUTO, RematPlan, parse_plan
 from fastjax.train.mesh import batch_sharding, make_mesh, replicated
 from fastjax.train.optim import make_optimizer
+from fastjax.train.plan.auto import auto_step
+from fastjax.train.plan.memory import read_memory
 from fastjax.train.step import make_train_step
 
 LENGTHS = Path(__file__).parent / "lengths"
 # What an H200 holds for seconds in bfloat16 matmuls.
 FLOP_PER_SECOND = 687e12
+# Kernels by what they are for; the first pattern that is found in a name decides.
+_GROUPS = {
+    "attention": "attention|fmha|flash|cudnn",
+    "4-bit weights": "nf4|quant_matmul|weight_sum",
+    "adapters": "lora",
+    "loss": "cross_entropy",
+    "norms": "rms_norm",
+    "SwiGLU": "swiglu",
+    "positions": "rope",
+    "matmuls": "gemm|cutlass|nvjet|xmma|splitk",
+    "copies between device and host": "memcpyd2h|memcpyh2d|dtoh|htod",
+    "copies": "memcpy|dynamic.update.slice|dynamic.slice|copy|concatenate|transpose|memset",
+}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -39,11 +58,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     opt_state = jax.jit(optimizer.init)(trainable)
     batch = jax.device_put(make_batch(options, config.vocab_size), batch_sharding(mesh))
     rng = jax.random.key(0)
-    step = make_train_step(graphdef, optimizer, mesh=mesh, remat=options.remat)
+    states = trainable, opt_state, frozen
     started = time.perf_counter()
-    compiled = step.lower(trainable, opt_state, frozen, batch, rng).compile()
+    compiled, plan = compile_step(options, config, graphdef, optimizer, mesh, states, batch, rng)
     compile_s = time.perf_counter() - started
-    memory = compiled.memory_analysis()
+    memory = read_memory(compiled)
     num_tokens = int(np.sum(np.asarray(batch["segment_ids"]) > 0))
     losses: list[float] = []
 
@@ -70,7 +89,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "batch": options.batch,
         "seq": options.seq,
         "packed": options.packed,
-        "remat": options.remat,
+        "remat": plan,
         "memory_budget_gib": options.memory_budget_gib,
         "tokens_per_second": round(num_tokens / step_s, 1),
         "step_ms": round(step_s * 1e3, 2),
@@ -78,13 +97,41 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "useful_tflops": round(flop / step_s / 1e12, 1),
         "share_of_687": round(flop / step_s / FLOP_PER_SECOND, 3),
         "peak_gib": round(stats.get("peak_bytes_in_use", 0) / 2**30, 2),
-        "compiled_gib": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30, 2),
-        "host_gib": round(memory.host_temp_size_in_bytes / 2**30, 2),
+        "compiled_gib": round(memory.peak / 2**30, 2),
+        "host_gib": round(memory.host / 2**30, 2),
         "compile_s": round(compile_s, 1),
         "losses": [round(loss, 4) for loss in losses],
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
+
+
+def compile_step(
+    options: argparse.Namespace,
+    config: ModelConfig,
+    graphdef: Any,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    states: tuple[Any, Any, Any],
+    batch: dict[str, jax.Array],
+    rng: jax.Array,
+) -> tuple[Any, str]:
+    """The compiled step and its plan: what --remat names, or as a run chooses it."""
+
+    def make(plan: RematPlan) -> Any:
+        return make_train_step(graphdef, optimizer, mesh=mesh, remat=plan)
+
+    plan = None if options.remat == AUTO else parse_plan(options.remat)
+    if plan is None:
+        step = auto_step(
+            make, states, batch, rng, config=config, itemsize=2, num_shards=1,
+            budget_gib=options.memory_budget_gib, say=lambda text: print(text, file=sys.stderr, flush=True),
+            search_anew=True,
+        )  # fmt: skip
+        if step.choice is not None:
+            return step.choice.compiled, str(step.choice.plan)
+        plan = parse_plan("none")
+    return make(plan).lower(*states, batch, rng).compile(), str(plan)
 
 
 def make_batch(options: argparse.Namespace, vocab_size: int) -> dict[str, np.ndarray]:
@@ -95,7 +142,7 @@ def make_batch(options: argparse.Namespace, vocab_size: int) -> dict[str, np.nda
     segments = np.ones(shape, np.int32)
     positions = np.broadcast_to(np.arange(options.seq, dtype=np.int32), shape).copy()
     if options.packed:
-        lengths = np.loadtxt(LENGTHS / f"{options.packed}.txt", dtype=np.int64)
+        lengths = np.array((LENGTHS / f"{options.packed}.txt").read_text().split(), np.int64)
         segments, positions = packed_rows(rng.permutation(lengths), options.batch, options.seq)
         segments, positions = segments[None], positions[None]
     batch = {"input_ids": ids, "loss_mask": segments > 0, "segment_ids": segments}
@@ -134,7 +181,18 @@ def useful_flop(config: ModelConfig, batch: dict[str, jax.Array]) -> float:
 
 
 def print_profile(times: dict[str, list[float]]) -> None:
+    """Kernel times by group, the longest first, and by name under each group, on stderr."""
     rows = sorted(((sum(values), len(values), name) for name, values in times.items()), reverse=True)
-    for total, count, name in rows[:40]:
-        print(f"    {total * 1e3:9.2f} ms {count:6d} x  {name[:100]}")
-    print(f"    {sum(row[0] for row in rows) * 1e3:9.2f} ms on the device", flush=True)
+    groups: dict[str, list[tuple[float, int, str]]] = {}
+    for row in rows:
+        groups.setdefault(group_of(row[2]), []).append(row)
+    for group, members in sorted(groups.items(), key=lambda item: -sum(row[0] for row in item[1])):
+        print(f"{sum(row[0] for row in members) * 1e3:9.2f} ms  {group}", file=sys.stderr)
+        for total, count, name in members[:8]:
+            print(f"    {total * 1e3:9.2f} ms {count:6d} x  {name[:100]}", file=sys.stderr)
+    print(f"{sum(row[0] for row in rows) * 1e3:9.2f} ms on the device", file=sys.stderr, flush=True)
+
+
+def group_of(kernel: str) -> str:
+    """What a kernel of this name is for: the first group whose pattern is found in it."""
+    return next((group for group, pattern in _GROUPS.items() if re.search(pattern, kernel, re.IGNORECASE)), "the rest")

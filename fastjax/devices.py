@@ -35,7 +35,10 @@ def choose_platform() -> None:
 
 
 def user_cache() -> Path:
-    """The user's folder for what can be made again: XDG's cache folder, else ~/.cache."""
+    """The user's folder for what can be made again: $FASTJAX_CACHE, else in XDG's cache folder, else in ~/.cache."""
+    own = os.environ.get("FASTJAX_CACHE")
+    if own:
+        return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastjax"
 
 

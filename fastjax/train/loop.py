@@ -21,7 +21,7 @@ from fastjax.train.agreed_stop import AgreedStop
 from fastjax.train.best import Best, best_of
 from fastjax.train.config import TrainConfig
 from fastjax.train.data import Dataset, TrainingRows, steps_per_epoch, train_batches
-from fastjax.train.memory import out_of_memory
+from fastjax.train.memory import Need, out_of_memory
 from fastjax.train.mesh import (
     check_covers_processes,
     config_mesh,
@@ -34,6 +34,7 @@ from fastjax.train.mesh import (
 )
 from fastjax.train.metrics import check_writer, read_metrics
 from fastjax.train.optim import make_optimizer
+from fastjax.train.plan.choose import Choice
 from fastjax.train.result import TrainResult
 from fastjax.train.resume import fingerprint, horizon, horizon_note
 from fastjax.train.run_folder import RunFolder
@@ -101,13 +102,17 @@ class Trainer:
         check_writer(config.report_to)
         self.folder = RunFolder(Path(config.output_dir))
         self.store = CheckpointStore(self.folder.checkpoints, config.save_total_limit)
+        # What an error about memory tells of: set as soon as it is known.
+        self.need: Need | None = None
+        self.choice: Choice | None = None
         self.fingerprint = fingerprint(config, model, lora, rows, self.batch_size)
         check_same("what a run is made of", self.fingerprint)
 
     def train(self) -> TrainResult:
         """Trains from the start, or from the checkpoint that `config.resume` names, to the last step.
 
-        Raises: UserError for a folder or checkpoint that does not fit; NumericsError when a loss or gradient is NaN or
+        Raises: UserError for a folder or checkpoint that does not fit; DeviceMemoryError, with what would take less,
+          where the device's memory is too small; NumericsError when a loss or gradient is NaN or
           infinite; Interrupted after SIGINT or SIGTERM, the state having been saved.
         """
         with contextlib.ExitStack() as stack:
@@ -118,7 +123,12 @@ class Trainer:
 
             from_first(take_folder)
             self.folder.check_shared()
-            return self._train()
+            try:
+                return self._train()
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise DeviceMemoryError(out_of_memory(error, self.config, self.need, self.choice)) from error
+                raise
 
     def _train(self) -> TrainResult:
         config = self.config
@@ -130,6 +140,9 @@ class Trainer:
         for complaint in complaints:
             self.say(f"passed over a damaged checkpoint: {complaint}")
         graphdef, trainable, frozen = split_trainable(self.model, config.method)
+        self.need = Need.of(
+            config, self.model.config, trainable, self.optimizer, self.model.dtype.itemsize, self.mesh.size
+        )
         state = self._initial_state(trainable, checkpoint)
         frozen = place(frozen, frozen_shardings(self.model.config, self.mesh, frozen))
         # Lets go of the initial values that a checkpoint has replaced.
@@ -174,8 +187,6 @@ class Trainer:
                 self.store.abandon()
                 raise (lost(error) or error) from error
             self.wait_for_checkpoint()
-            if is_out_of_memory(error):
-                raise DeviceMemoryError(out_of_memory(error, self.config)) from error
             raise
         except BaseException:
             self.store.abandon()

@@ -21,10 +21,12 @@ from fastjax.train.data import Batches, Dataset, eval_batches
 from fastjax.train.evaluate import EvalResult, evaluate
 from fastjax.train.feed import Feed
 from fastjax.train.health import Health
+from fastjax.train.memory import Need, savings
 from fastjax.train.mesh import batch_sharding, local_rows, num_batch_shards, put_batch
 from fastjax.train.metrics import Interval, MetricsFile, make_writer, plot_loss
 from fastjax.train.plan.abstract import abstract_batch
 from fastjax.train.plan.auto import auto_step
+from fastjax.train.plan.choose import Choice
 from fastjax.train.progress import Progress
 from fastjax.train.result import TrainResult
 from fastjax.train.run_folder import RunFolder
@@ -50,6 +52,8 @@ class Setup(Protocol):
     store: CheckpointStore
     fingerprint: dict[str, Any]
     say: Callable[[str], None]
+    need: Need | None
+    choice: Choice | None
 
     def best_of(self, lines: list[dict[str, Any]]) -> Best:
         """The best evaluation among logged lines."""
@@ -103,18 +107,20 @@ class Run:
         shape = (config.gradient_accumulation_steps, setup.batch_size, max(batches.widths))
         batch = abstract_batch(*shape, packed=batches.packed)
         sharding = batch_sharding(self.mesh)
-        return auto_step(
+        step = auto_step(
             make,
             (self.trainable, self.opt_state, self.frozen),
             {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()},
             self.rng,
             config=setup.model.config,
             itemsize=setup.model.dtype.itemsize,
-            rank=0 if config.method == "full" else config.lora_r,
             num_shards=num_batch_shards(self.mesh),
             budget_gib=config.memory_budget_gib,
             say=setup.say,
+            ways=savings(config, setup.need),
         )
+        setup.choice = step.choice
+        return step
 
     def steps(self, stop: AgreedStop) -> TrainResult:
         """All steps that are left, with their logging, evaluating and saving."""

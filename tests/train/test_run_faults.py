@@ -159,7 +159,9 @@ def test_what_takes_less_memory_leaves_out_what_the_run_does_already():
     assert "--remat full or offload (it is none)" in first and "--method qlora" in third
     assert "--per_device_train_batch_size 3 --gradient_accumulation_steps 2" in second
     least = TrainConfig(method="qlora", remat="full", per_device_train_batch_size=1, optim="adamw_8bit")
-    assert remedies(least)[0] == "make --max_seq_length smaller (it is 2048)" and "fastjax.plan" in remedies(least)[1]
+    offload, shorter, beforehand = remedies(least)
+    assert offload == "use --remat offload (it is full)"
+    assert shorter == "make --max_seq_length smaller (it is 2048)" and "fastjax.plan" in beforehand
 
 
 def test_overrides_are_checked():

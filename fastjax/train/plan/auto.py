@@ -1,24 +1,31 @@
 """`remat=auto` of a run: the plan for the device that is there, and the step that was compiled for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from fastjax.hosts.exchange import smallest
+from fastjax.hosts.exchange import num_processes, smallest
 from fastjax.models.config import ModelConfig
 from fastjax.models.remat import RematPlan, parse_plan
-from fastjax.train.plan.choose import Choice, Workload, choose_plan
+from fastjax.train.plan.choose import Choice, choose_plan
+from fastjax.train.plan.costs import Workload, adapter_width
 from fastjax.train.plan.memory import num_bytes
+from fastjax.train.plan.remembered import plan_file, recall, remember
 
 Batch = dict[str, jax.Array]
 
 
 class PlannedStep:
-    """A jitted training step; batches of the shape that the plan was made for run what is compiled already."""
+    """A jitted training step; batches of the shape that the plan was made for run what is compiled already.
+
+    Attributes:
+      choice: what was found for the memory there is; None where nothing limits it.
+    """
 
     def __init__(self, step: Callable, choice: Choice | None, batch: dict[str, Any] | None) -> None:
         self._step = step
+        self.choice = choice
         self._compiled = None if choice is None else choice.compiled
         self._shape = None if batch is None else batch["input_ids"].shape
 
@@ -48,10 +55,11 @@ def auto_step(
     *,
     config: ModelConfig,
     itemsize: int,
-    rank: int,
     num_shards: int,
     budget_gib: float | None,
     say: Callable[[str], None],
+    ways: Sequence[str] = (),
+    search_anew: bool = False,
 ) -> PlannedStep:
     """The training step under the plan that recomputes least within the memory there is.
 
@@ -63,6 +71,8 @@ def auto_step(
       batch: the widest batch, [A, B, T], abstract.
       num_shards: data-parallel ranks that share B.
       budget_gib: GiB for each device; None takes what the allocator has.
+      ways: settings that take less memory, for the message where nothing fits.
+      search_anew: whether a plan that an earlier run found is passed over.
     Raises: DeviceMemoryError if nothing fits.
     """
     held = num_bytes(arguments, per_device=True)
@@ -78,7 +88,13 @@ def auto_step(
         return steps[plan].lower(*arguments, batch, rng).compile()
 
     _, rows, seq = batch["input_ids"].shape
-    work = Workload(seq, rows * seq // num_shards, itemsize, rank)
-    choice = choose_plan(config, work, budget=budget, arguments=held, compile_step=compile_step)
+    work = Workload(seq, rows * seq // num_shards, itemsize, adapter_width(arguments[0]))
+    shapes = {name: [*leaf.shape, str(leaf.dtype)] for name, leaf in batch.items()}
+    mesh = {axis: size for leaf in batch.values() for axis, size in leaf.sharding.mesh.shape.items()}
+    file = plan_file(config, work, gpu=device.device_kind, budget=budget, arguments=held, batch=shapes, mesh=mesh)
+    # Of several processes each could remember another plan, and all must compile the same ones.
+    known = None if search_anew or num_processes() > 1 else recall(file, config.num_hidden_layers, say)
+    choice = choose_plan(config, work, budget=budget, arguments=held, compile_step=compile_step, ways=ways, known=known)
+    remember(file, choice.plan, choice.memory.peak)
     say(f"memory   {choice}")
     return PlannedStep(steps[choice.plan], choice, batch)

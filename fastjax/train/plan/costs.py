@@ -6,12 +6,50 @@ frozen matmul of width D has the same price, D FLOP a byte of its output; attent
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from flax import nnx
+
+from fastjax.kernels.lora.blocks import padded_rank
 from fastjax.models.config import ModelConfig
 from fastjax.models.remat import NAMES, Policy, RematPlan
+from fastjax.train.loss import MLP_TOKENS
 
 # An attention kernel reaches about this share of a matmul's FLOP a second.
 _ATTENTION_EFFICIENCY = 0.6
+
+
+# Of a token's MLP width, that its backward holds at once: gate, up, their product, and the gradients of these.
+_MLP_ARRAYS = 7
+# Adapters of rank 16 on all seven projections.
+_USUAL_ADAPTERS = 7 * 16
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a plan depends on beside the model: one micro-batch on one device.
+
+    Attributes:
+      seq: tokens of a row, padding included.  num_tokens: of all rows of the micro-batch.
+      itemsize: bytes of an activation's element.
+      adapter_width: columns that the adapters' x A have in one layer, see `adapter_width`; 0 without adapters.
+    """
+
+    seq: int
+    num_tokens: int
+    itemsize: int = 2
+    adapter_width: int = _USUAL_ADAPTERS
+
+
+def adapter_width(trainable: Any) -> int:
+    """Columns of all x A of a layer, the padding that the kernels give each rank included.
+
+    Args:
+      trainable: the trained leaves of a model, abstract ones too.
+    """
+    flat = nnx.to_flat_state(trainable)
+    ranks = [leaf.get_value().shape[-2] for path, leaf in flat if path[0] == "layers" and path[-1] == "lora_a"]
+    return sum(padded_rank(rank) for rank in ranks)
 
 
 @dataclass(frozen=True)
@@ -41,17 +79,8 @@ class LayerCosts:
         return sum(self.flop[name] for name in NAMES if name not in (*policy.saved, *policy.offloaded))
 
 
-# Ranks are padded to a power of two of at least 16; adapters on all seven projections are counted.
-_LEAST_RANK, _NUM_ADAPTERS = 16, 7
-
-
-def layer_costs(config: ModelConfig, seq: int, itemsize: int = 2, rank: int = _LEAST_RANK) -> LayerCosts:
-    """Of a model's layers for rows of `seq` tokens, causal.
-
-    Args:
-      itemsize: bytes of an activation's element.
-      rank: of the adapters; 0 without.
-    """
+def layer_costs(config: ModelConfig, work: Workload) -> LayerCosts:
+    """Of a model's layers, with causal attention."""
     width, inner = config.hidden_size, config.intermediate_size
     query = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
@@ -59,12 +88,10 @@ def layer_costs(config: ModelConfig, seq: int, itemsize: int = 2, rank: int = _L
         "layer_in": width, "query": query, "key": kv, "value": kv, "attn_out": query, "mid": width, "gate": inner,
         "up": inner,
     }  # fmt: skip
-    num_bytes = {name: size * itemsize for name, size in sizes.items()}
+    num_bytes = {name: size * work.itemsize for name, size in sizes.items()}
     num_bytes["attn_lse"] = config.num_attention_heads * 4
-    padded = max(_LEAST_RANK, 1 << (rank - 1).bit_length()) if rank else 0
-    num_bytes["lora_xa"] = _NUM_ADAPTERS * padded * itemsize
-    seen = min(seq, config.sliding_window or seq)
-    attention = 4 * query * (seen / 2 if seen == seq else seen) / _ATTENTION_EFFICIENCY
+    num_bytes["lora_xa"] = work.adapter_width * work.itemsize
+    attention = 4 * query * _seen_keys(config, work.seq) / _ATTENTION_EFFICIENCY
     flop = {
         "layer_in": 0.0, "query": 2.0 * width * query, "key": 2.0 * width * kv, "value": 2.0 * width * kv,
         "attn_out": attention, "attn_lse": 0.0, "mid": 2.0 * query * width, "gate": 2.0 * width * inner,
@@ -79,27 +106,40 @@ def step_flop(config: ModelConfig, seq: int) -> float:
     query = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
     weights = config.num_hidden_layers * (width * (2 * query + 2 * kv) + 3 * width * inner) + width * config.vocab_size
-    seen = min(seq, config.sliding_window or seq)
-    keys = seen / 2 if seen == seq else seen
-    attention = config.num_hidden_layers * 4 * query * keys / _ATTENTION_EFFICIENCY
+    attention = config.num_hidden_layers * 4 * query * _seen_keys(config, seq) / _ATTENTION_EFFICIENCY
     return 4.0 * weights + 3.5 * attention
 
 
-def kept_bytes(plan: RematPlan, config: ModelConfig, seq: int, num_tokens: int, itemsize: int = 2) -> int:
+def kept_bytes(plan: RematPlan, config: ModelConfig, work: Workload) -> int:
     """Bytes that a plan keeps on the device between forward and backward."""
-    costs = layer_costs(config, seq, itemsize)
+    costs = layer_costs(config, work)
     runs = plan.of_layers(config.num_hidden_layers)
-    return sum(count * costs.kept_bytes(policy) * num_tokens for _, count, policy in runs)
+    return sum(count * costs.kept_bytes(policy) * work.num_tokens for _, count, policy in runs)
 
 
-def host_bytes(plan: RematPlan, config: ModelConfig, seq: int, num_tokens: int, itemsize: int = 2) -> int:
+def planned_bytes(plan: RematPlan, config: ModelConfig, work: Workload) -> int:
+    """What differs between plans: the kept bytes, and the backward of one MLP, in pieces where none keeps its parts."""
+    runs = plan.of_layers(config.num_hidden_layers)
+    whole = any(policy.keeps("gate") or policy.keeps("up") for _, _, policy in runs)
+    tokens = work.num_tokens if whole else min(work.num_tokens, MLP_TOKENS)
+    mlp = _MLP_ARRAYS * tokens * config.intermediate_size * work.itemsize
+    return kept_bytes(plan, config, work) + mlp
+
+
+def host_bytes(plan: RematPlan, config: ModelConfig, work: Workload) -> int:
     """Bytes that a plan keeps in host memory."""
-    costs = layer_costs(config, seq, itemsize)
+    costs = layer_costs(config, work)
     runs = plan.of_layers(config.num_hidden_layers)
-    return sum(count * costs.host_bytes(policy) * num_tokens for _, count, policy in runs)
+    return sum(count * costs.host_bytes(policy) * work.num_tokens for _, count, policy in runs)
 
 
-def recomputed_flop(plan: RematPlan, config: ModelConfig, seq: int) -> float:
+def recomputed_flop(plan: RematPlan, config: ModelConfig, work: Workload) -> float:
     """FLOP for each token that the backward pass makes again."""
-    costs = layer_costs(config, seq)
+    costs = layer_costs(config, work)
     return sum(count * costs.recomputed_flop(policy) for _, count, policy in plan.of_layers(config.num_hidden_layers))
+
+
+def _seen_keys(config: ModelConfig, seq: int) -> float:
+    """Keys that a token of a row sees, on average."""
+    seen = min(seq, config.sliding_window or seq)
+    return seen / 2 if seen == seq else seen

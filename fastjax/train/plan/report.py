@@ -1,5 +1,6 @@
 """The answer of `fastjax plan`: what a run needs of a described GPU."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,16 +9,18 @@ from jax.sharding import AxisType, Mesh
 
 from fastjax.errors import UserError
 from fastjax.gpu_targets import TARGETS, target_mesh
+from fastjax.models.base_form import read_base_form
 from fastjax.models.config import ModelConfig
 from fastjax.models.presets import PRESETS, preset
 from fastjax.models.quant_config import QuantConfig
-from fastjax.models.remat import AUTO, POLICIES, RematPlan, parse_plan
+from fastjax.models.remat import AUTO, RematPlan, parse_plan
 from fastjax.train.config import TrainConfig
+from fastjax.train.memory import Need, savings
 from fastjax.train.mesh import AXES
-from fastjax.train.parts import lora_settings, open_base, quantization_settings
+from fastjax.train.parts import adapter_folder, lora_settings, open_base, quantization_settings
 from fastjax.train.plan.abstract import AbstractRun, abstract_batch
-from fastjax.train.plan.choose import Choice, Workload, choose_plan, workspace_guess
-from fastjax.train.plan.costs import kept_bytes, recomputed_flop, step_flop
+from fastjax.train.plan.choose import choose_plan, usable, workspace_guess
+from fastjax.train.plan.costs import Workload, adapter_width, kept_bytes, planned_bytes
 from fastjax.train.plan.memory import read_memory
 from fastjax.train.plan.speed import step_seconds
 
@@ -25,6 +28,11 @@ _GIB = 2**30
 # Of a GPU's memory: what the allocator takes, the driver's and the runtime's own share left out.
 _ALLOCATABLE = 0.92
 _ROW_STEP = 128
+# Long enough that what does not grow with a row counts little.
+_SAMPLE_ROW = 1 << 17
+# Compilations of one search for a size, and how near to the room that there is it goes.
+_MOST_SIZES = 4
+_CLOSE = 1.01
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Report:
 
     Attributes:
       parts: bytes on the device: weights, trained, optimizer, activations, workspace.
+      fits: whether the peak is at most `budget`, which is what arrays can fill of the memory there is.
       longest_row, largest_batch: with `longest`, of batch 1 and of max_seq_length; else None.
     """
 
@@ -84,7 +93,7 @@ def make_report(config: Any, given: frozenset[str]) -> Report:
     Raises: UserError where the CUDA plugin is missing, or for a model that is not there; DeviceMemoryError if not even
       the leanest plan fits and `longest` is not asked for.
     """
-    model_config, quantization, lora = _model(config, given)
+    model_config, quantization, lora = model_of(config, given)
     try:
         described = target_mesh(config.gpu)
     except RuntimeError as error:
@@ -100,13 +109,13 @@ def make_report(config: Any, given: frozenset[str]) -> Report:
         model_config, method=config.method, dtype=jnp.dtype(config.dtype), lora=lora, quantization=quantization,
         optim=config.optim,
     )  # fmt: skip
-    planner = _Planner(config, model_config, run, mesh)
+    planner = Planner(config, model_config, run, mesh)
     if config.longest:
         return planner.longest()
-    return planner.report(planner.choose(config.max_seq_length, config.per_device_train_batch_size))
+    return planner.choose(config.max_seq_length, config.per_device_train_batch_size)
 
 
-class _Planner:
+class Planner:
     """One model and one GPU; asked for several shapes of batch."""
 
     def __init__(self, config: Any, model: ModelConfig, run: AbstractRun, mesh: Mesh) -> None:
@@ -116,85 +125,114 @@ class _Planner:
         self.budget = int(self.target.device_memory * _ALLOCATABLE) if given is None else int(given * _GIB)
         self.arguments = sum(run.num_bytes.values())
         self.itemsize = jnp.dtype(config.dtype).itemsize
+        self.adapter_width = adapter_width(run.trainable)
+        need = Need.of(config, model, run.trainable, run.optimizer, self.itemsize)
+        self.ways = savings(config, need)
+        self.compiled: dict[tuple[RematPlan, int, int], Any] = {}
 
     def work(self, seq: int, rows: int) -> Workload:
-        return Workload(seq, seq * rows, self.itemsize, self.config.lora_r)
+        return Workload(seq, seq * rows, self.itemsize, self.adapter_width)
 
     def compile(self, plan: RematPlan, seq: int, rows: int) -> Any:
-        accumulation = self.config.gradient_accumulation_steps
-        return self.run.compile(plan, abstract_batch(accumulation, rows, seq, packed=self.config.packing), self.mesh)
+        """The compiled step; each is compiled once."""
+        key = plan, seq, rows
+        if key not in self.compiled:
+            accumulation = self.config.gradient_accumulation_steps
+            batch = abstract_batch(accumulation, rows, seq, packed=self.config.packing)
+            self.compiled[key] = self.run.compile(plan, batch, self.mesh)
+        return self.compiled[key]
 
-    def choose(self, seq: int, rows: int) -> tuple[Choice, Workload]:
-        """What `remat` names, or the plan that fits."""
-        work = self.work(seq, rows)
-        if self.config.remat == AUTO:
-            choice = choose_plan(
-                self.model, work, budget=self.budget, arguments=self.arguments,
-                compile_step=lambda plan: self.compile(plan, seq, rows),
-            )  # fmt: skip
-            return choice, work
-        plan = parse_plan(self.config.remat)
-        compiled = self.compile(plan, seq, rows)
-        share = recomputed_flop(plan, self.model, seq) / step_flop(self.model, seq)
-        return Choice(plan, read_memory(compiled), share, compiled), work
+    def choose(self, seq: int, rows: int) -> Report:
+        """Of what `remat` names, or of the plan that fits."""
+        if self.config.remat != AUTO:
+            return self.report(parse_plan(self.config.remat), seq, rows)
+        choice = choose_plan(
+            self.model, self.work(seq, rows), budget=self.budget, arguments=self.arguments,
+            compile_step=lambda plan: self.compile(plan, seq, rows), ways=self.ways,
+        )  # fmt: skip
+        return self.report(choice.plan, seq, rows)
 
-    def report(self, found: tuple[Choice, Workload]) -> Report:
-        choice, work = found
-        kept = kept_bytes(choice.plan, self.model, work.seq, work.num_tokens, self.itemsize)
-        kept = min(kept, choice.memory.workspace)
-        parts = self.run.num_bytes | {
-            "activations": kept,
-            "workspace": choice.memory.peak - self.arguments - kept,
-        }
-        seconds = step_seconds(self.model, choice.plan, self.target, seq=work.seq, num_tokens=work.num_tokens)
+    def report(self, plan: RematPlan, seq: int, rows: int) -> Report:
+        """Of one plan, whether it fits or not."""
+        memory, work = read_memory(self.compile(plan, seq, rows)), self.work(seq, rows)
+        kept = min(kept_bytes(plan, self.model, work), memory.workspace)
+        parts = self.run.num_bytes | {"activations": kept, "workspace": memory.peak - self.arguments - kept}
+        seconds = step_seconds(self.model, plan, self.target, work)
         return Report(
-            self.config.model, self.config.gpu, str(choice.plan), choice.memory.peak <= self.budget, self.budget,
-            choice.memory.peak, parts, choice.memory.host, seconds, work.num_tokens / seconds,
+            self.config.model, self.config.gpu, str(plan), memory.peak <= usable(self.budget), usable(self.budget),
+            memory.peak, parts, memory.host, seconds, work.num_tokens / seconds,
         )  # fmt: skip
 
     def longest(self) -> Report:
         """The report of the longest row at batch 1, with the largest batch of max_seq_length beside it."""
-        seq = self._largest(lambda seq: (seq, 1), _ROW_STEP)
+        named = "offload" if self.config.remat == AUTO else self.config.remat
+        plan = parse_plan(named)
+        sample = self.work(_SAMPLE_ROW, 1)
+        guess = workspace_guess(self.model, sample) + planned_bytes(plan, self.model, sample)
+        seq, per_token = self._largest(plan, lambda seq: (seq, 1), _ROW_STEP, guess / _SAMPLE_ROW)
         if seq == 0:
-            return self.report(self.choose(_ROW_STEP, 1))
+            return self.report(plan, _ROW_STEP, 1)
         wanted = min(self.config.max_seq_length, seq)
-        rows = self._largest(lambda rows: (wanted, rows), 1)
-        return replace(self.report(self.choose(seq, 1)), longest_row=seq, largest_batch=rows)
+        rows, _ = self._largest(plan, lambda rows: (wanted, rows), 1, per_token)
+        return replace(self.report(plan, seq, 1), longest_row=seq, largest_batch=rows)
 
-    def _largest(self, shape: Any, step: int) -> int:
-        """The largest multiple of `step` whose leanest step fits: the cost model proposes, the compiler corrects it."""
-        leanest = RematPlan(((self.model.num_hidden_layers, POLICIES["offload"]),))
-        room = self.budget * 0.985 - self.arguments
-        seq, rows = shape(step)
-        per_token = workspace_guess(self.model, self.work(2048, 1)) / 2048
-        size, best = max(1, int(room / per_token / (seq * rows))), 0
-        for _ in range(4):
-            seq, rows = shape(size * step)
-            memory = read_memory(self.compile(leanest, seq, rows))
-            if memory.peak <= self.budget * 0.985:
-                best = max(best, size)
-            used = max(memory.peak - self.arguments, 1)
-            better = max(1, int(size * room / used * 0.998))
-            if better == size or (best == size and better < size * 1.01):
+    def _largest(
+        self, plan: RematPlan, shape: Callable[[int], tuple[int, int]], step: int, per_token: float
+    ) -> tuple[int, float]:
+        """The largest multiple of `step` that fits, and its bytes a token: a guess, which the compiler corrects.
+
+        Args:
+          shape: a size -> (tokens of a row, rows).
+          per_token: what a token is thought to take beside the arguments.
+        """
+        room = usable(self.budget) - self.arguments
+        best, tokens_of_one = 0, shape(step)[0] * shape(step)[1]
+        size = max(1, int(room / per_token / tokens_of_one))
+        measured: list[tuple[int, int]] = []
+        for _ in range(_MOST_SIZES):
+            memory = read_memory(self.compile(plan, *shape(size * step)))
+            used = memory.peak - self.arguments
+            measured.append((size, used))
+            if used <= room:
+                best, per_token = max(best, size), used / (size * tokens_of_one)
+            better = _size_of(room, measured)
+            if better <= best or (used <= room and better < size * _CLOSE) or better == size:
                 break
             size = better
-        return best * step
+        return best * step, per_token
 
 
-def _model(config: Any, given: frozenset[str]) -> tuple[ModelConfig, QuantConfig | None, Any]:
+def _size_of(room: int, measured: list[tuple[int, int]]) -> int:
+    """The size that fills `room` bytes, on the line through what was measured last."""
+    size, used = measured[-1]
+    slope = used / size
+    if len(measured) > 1:
+        other, others = measured[-2]
+        slope = max((used - others) / (size - other), slope / 2)
+    better = int(size + (room - used) / slope)
+    # Sizes that do not fit come down by one at least.
+    return max(0, min(better, size - 1) if used > room else better)
+
+
+def model_of(config: Any, given: frozenset[str]) -> tuple[ModelConfig, QuantConfig | None, Any]:
     """(shapes, how the base is quantised, the adapters) of a run."""
     if config.model in PRESETS:
         model = ModelConfig.from_hf(preset(config.model) | _longer(config))
-        quantization = None
-        if config.method == "qlora":
-            quantization = QuantConfig(
-                config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.llm_int8_skip_modules or ()
-            )
-        return model, quantization, lora_settings(config, given)[1]
+        return model, _quantization(config), lora_settings(config, given)[1]
     base = open_base(config.model, config.adapter)
     config, form = quantization_settings(config, base, given)
     quantization = form.quantization or base.checkpoint.quantization
     return base.config, quantization, lora_settings(config, given)[1]
+
+
+def _quantization(config: TrainConfig) -> QuantConfig | None:
+    """Of a preset: an adapter's own, else what the settings say."""
+    if config.method != "qlora":
+        return None
+    form = None if config.adapter is None else read_base_form(adapter_folder(config.adapter))
+    if form is not None:
+        return form.quantization
+    return QuantConfig(config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.llm_int8_skip_modules or ())
 
 
 def _longer(config: TrainConfig) -> dict[str, Any]:

@@ -4,11 +4,9 @@ Plans are ordered from lean to rich: the layers' inputs in host memory, then on 
 get the attention's output, then everything that spares a matmul.
 """
 
-from collections.abc import Iterator
-
 from fastjax.models.config import ModelConfig
 from fastjax.models.remat import POLICIES, Policy, RematPlan
-from fastjax.train.plan.costs import kept_bytes
+from fastjax.train.plan.costs import Workload, planned_bytes
 
 _WITH_ATTENTION = Policy(("layer_in", "attn_out", "attn_lse"))
 _HALF = Policy((*POLICIES["attention"].saved, "mid"))
@@ -29,26 +27,17 @@ def ladder(num_layers: int) -> list[RematPlan]:
     return list(dict.fromkeys(plans))
 
 
-def richest(
-    config: ModelConfig, *, seq: int, num_tokens: int, itemsize: int, budget: int, fixed: int
-) -> RematPlan | None:
-    """The richest plan of the ladder whose kept bytes and `fixed` ones are at most `budget`; None if none fits.
+def richest(config: ModelConfig, work: Workload, *, budget: int, fixed: int) -> RematPlan | None:
+    """The richest plan of the ladder whose own bytes and `fixed` ones are at most `budget`; None if none fits.
 
     Args:
-      num_tokens: of a micro-batch on one device, padding included.
-      fixed: bytes of weights, states and workspace.
+      fixed: bytes of weights, states and whatever no plan changes.
     """
     best = None
     for plan in ladder(config.num_hidden_layers):
-        if fixed + kept_bytes(plan, config, seq, num_tokens, itemsize) <= budget:
+        if fixed + planned_bytes(plan, config, work) <= budget:
             best = plan
     return best
-
-
-def leaner(plan: RematPlan, num_layers: int) -> Iterator[RematPlan]:
-    """The plans of the ladder below one, richest first."""
-    plans = ladder(num_layers)
-    yield from reversed(plans[: plans.index(plan)])
 
 
 def _plan(count: int, rich: Policy, lean: Policy, num_layers: int, between: Policy | None = None) -> RematPlan:

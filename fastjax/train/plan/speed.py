@@ -7,7 +7,7 @@ makers' figures, and not measured.
 from fastjax.gpu_targets import GpuTarget
 from fastjax.models.config import ModelConfig
 from fastjax.models.remat import RematPlan
-from fastjax.train.plan.costs import host_bytes, recomputed_flop, step_flop
+from fastjax.train.plan.costs import Workload, host_bytes, recomputed_flop, step_flop
 
 _MATMUL_SHARE, _COPY_SHARE = 0.69, 0.87
 # Passes over a layer's activations that are no matmul: norms, positions, SwiGLU, residuals, adapters, kept values.
@@ -16,16 +16,12 @@ _PASSES = 22
 _HOST_BYTES_PER_SECOND = 54e9
 
 
-def step_seconds(config: ModelConfig, plan: RematPlan, target: GpuTarget, *, seq: int, num_tokens: int) -> float:
-    """Estimated seconds of forward and backward of a micro-batch on one device, adapters over a frozen base.
-
-    Args:
-      num_tokens: of the micro-batch, padding included.
-    """
-    flop = (step_flop(config, seq) + recomputed_flop(plan, config, seq)) * num_tokens
+def step_seconds(config: ModelConfig, plan: RematPlan, target: GpuTarget, work: Workload) -> float:
+    """Estimated seconds of forward and backward of a micro-batch on one device, adapters over a frozen base."""
+    flop = (step_flop(config, work.seq) + recomputed_flop(plan, config, work)) * work.num_tokens
     query = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
     widths = config.hidden_size + 2 * config.intermediate_size + query + 2 * kv
-    moved = _PASSES * 2 * widths * num_tokens * config.num_hidden_layers
-    host = 2 * host_bytes(plan, config, seq, num_tokens) / _HOST_BYTES_PER_SECOND
+    moved = _PASSES * work.itemsize * widths * work.num_tokens * config.num_hidden_layers
+    host = 2 * host_bytes(plan, config, work) / _HOST_BYTES_PER_SECOND
     return flop / (target.bf16_flops * _MATMUL_SHARE) + moved / (target.memory_bandwidth * _COPY_SHARE) + host
