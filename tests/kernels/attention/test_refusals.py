@@ -119,7 +119,7 @@ def test_documents_as_cudnn_takes_them():
     ids = np.array(
         [[4, 4, 2, 2, 2, 9, 0, 0], [0, 1, 1, 0, 3, 3, 3, 3], [1, 2, 3, 4, 4, 4, 4, 4], [1, 1, 2, 2, 1, 1, 0, 0]]
     )
-    offsets, lengths, is_right = cudnn._documents(jnp.asarray(ids), 3)
+    offsets, lengths, is_right = jax.jit(cudnn._documents, static_argnums=1)(ids, 3)
     assert offsets.tolist()[:2] == [[0, 2, 5, -1], [1, 4, -1, -1]]
     assert lengths.tolist()[:2] == [[2, 3, 1], [2, 4, -1]]
     # The third row has a document too many, the last one in two pieces.
