@@ -17,33 +17,35 @@ class Exact:
 
 def exact_attention(query, key, value, dout, allowed, scale, softcap=None, dlse=None, kept=None) -> Exact:
     """Args: allowed [B, T, S] bool; kept [B, N, T, S], what dropout multiplies the weights with."""
-    # [B, N, length, H]: matmul goes through BLAS, which einsum does not with batch dims.
-    query, key, value, dout = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (query, key, value, dout))
-    group = query.shape[1] // key.shape[1]
-    key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
-    product = scale * query @ key.swapaxes(2, 3)
-    slope = np.ones_like(product)
-    if softcap is not None:
-        tanh = np.tanh(product / softcap)
-        product, slope = softcap * tanh, 1 - tanh**2
-    weights = np.exp(np.where(allowed[:, None], product, -np.inf))
-    total = weights.sum(-1, keepdims=True)
-    weights = weights / np.where(total == 0, 1, total)
-    kept = np.ones_like(weights) if kept is None else kept
-    dropped = weights * kept
-    dweights = dout @ value.swapaxes(2, 3) * kept
-    delta = (weights * dweights).sum(-1, keepdims=True)
-    dscores = weights * (dweights - delta + (0 if dlse is None else dlse[..., None])) * slope * scale
-
-    def of_group(x):
-        batch, heads, length, head_dim = x.shape
-        return x.reshape(batch, heads // group, group, length, head_dim).sum(2)
-
-    with np.errstate(divide="ignore"):
-        lse = np.log(total[..., 0])
-    gradients = (dscores @ key, of_group(dscores.swapaxes(2, 3) @ query), of_group(dropped.swapaxes(2, 3) @ dout))
-    dquery, dkey, dvalue = (x.swapaxes(1, 2) for x in gradients)
-    return Exact((dropped @ value).swapaxes(1, 2), lse, (dquery, dkey, dvalue))
+    query, key, value, dout = (np.asarray(x, np.float64) for x in (query, key, value, dout))
+    batch, num_queries, num_heads, _ = query.shape
+    group = num_heads // key.shape[2]
+    out, lse = np.zeros_like(query), np.zeros((batch, num_heads, num_queries))
+    dquery, dkey, dvalue = np.zeros_like(query), np.zeros_like(key), np.zeros_like(value)
+    # One matrix at a time: small enough for the cache, and matmul goes through BLAS.
+    for b, n in np.ndindex(batch, num_heads):
+        q, k, v, do = query[b, :, n], key[b, :, n // group], value[b, :, n // group], dout[b, :, n]
+        scores = scale * q @ k.T
+        slope = 1.0
+        if softcap is not None:
+            tanh = np.tanh(scores / softcap)
+            scores, slope = softcap * tanh, 1 - tanh**2
+        weights = np.exp(np.where(allowed[b], scores, -np.inf))
+        total = weights.sum(-1, keepdims=True)
+        weights /= np.where(total == 0, 1, total)
+        with np.errstate(divide="ignore"):
+            lse[b, n] = np.log(total[:, 0])
+        share = 1.0 if kept is None else kept[b, n]
+        out[b, :, n] = (weights * share) @ v
+        dweights = do @ v.T * share
+        delta = (weights * dweights).sum(-1, keepdims=True)
+        if dlse is not None:
+            delta = delta - dlse[b, n][:, None]
+        dscores = weights * (dweights - delta) * slope * scale
+        dquery[b, :, n] = dscores @ k
+        dkey[b, :, n // group] += dscores.T @ q
+        dvalue[b, :, n // group] += (weights * share).T @ do
+    return Exact(out, lse, (dquery, dkey, dvalue))
 
 
 @pytest.fixture(scope="session")
