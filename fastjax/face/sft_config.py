@@ -118,7 +118,7 @@ def _where(name: str) -> str:
     if name in ("model", "dtype"):
         return "give it to FastLanguageModel.from_pretrained"
     if name in PLACE_SETTINGS:
-        return "call jax.distributed.initialize before anything else"
+        return "several processes are started with python -m fastjax.train"
     if name in ("inspect", "html"):
         return "call trainer.inspect(num_rows, html=...)"
     if name == "sample_prompt":

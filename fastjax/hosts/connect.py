@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from fastjax.errors import UserError
 from fastjax.hosts import exchange
 from fastjax.hosts.watch import Watch
+from fastjax.hosts.witness import Witness
 
 # jax's coordination service notices a silent process some 9 to 13 s after its last heartbeat with this.
 _HEARTBEAT_S = 15
@@ -119,6 +121,14 @@ def _connect(place: Place, timeout_s: int) -> Watch:
     import jax
 
     _tried = True
+    _check_port(place)
+    who = "this process" if place.process_id is None else f"process {place.process_id} of {place.num_processes}"
+    # jax ends a process from C++ where the others do not come.
+    witness = Witness(
+        f"error: {who} on {socket.gethostname()} found no connection to all others within {timeout_s} s; start "
+        "all processes with the same coordinator and num_processes, the coordinator being a host that all reach by its "
+        "name"
+    )
     # Its own handler of SIGTERM would take the place of ours.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -140,8 +150,27 @@ def _connect(place: Place, timeout_s: int) -> Watch:
             f"coordinator={place.coordinator!r}: process {place.process_id} of {place.num_processes} could not connect "
             f"({reason}); start all processes with the same coordinator, a free port of process 0's host"
         ) from error
+    finally:
+        witness.dismiss()
     _watch = Watch()
     return _watch
+
+
+def _check_port(place: Place) -> None:
+    """Raises: UserError if another program has the port on which process 0 waits for the others."""
+    if place.coordinator is None or place.process_id != 0:
+        return
+    port = int(place.coordinator.rpartition(":")[2])
+    with socket.socket() as probe:
+        # As jax's own: a port that a run before has just left is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise UserError(
+                f"coordinator={place.coordinator!r}: port {port} of this host cannot be had ({error.strerror}); give "
+                "all processes another one"
+            ) from None
 
 
 def _leave(watch: Watch) -> None:

@@ -20,6 +20,7 @@ from fastjax.errors import NumericsError, UserError
 from fastjax.models.cache import KVCache
 from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import CausalLM
+from fastjax.models.host import to_host
 from fastjax.models.sampling import check_sampling, greedy, is_greedy, row_rngs, sample
 
 # Prompt tokens of one pass: it bounds the [T, S] attention scores of a long prompt.
@@ -85,7 +86,7 @@ def generate(
         "min_p": None if not min_p else jnp.float32(min_p),
     }
     graphdef, state = nnx.split(model)
-    tokens, counts, broken = jax.device_get(_generate(
+    tokens, counts, broken = map(to_host, _generate(
         graphdef, state, batch, jnp.asarray(eos), None if is_greedy(temperature, top_k, top_p) else draw,
         cache_length=cache_length, num_output=num_output, chunk=_CHUNK,
     ))  # fmt: skip

@@ -1,17 +1,22 @@
 """Where a process stands, what it reads, and how it tells its end; no second process is started."""
 
+import shlex
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from fastjax.cli import parse
 from fastjax.errors import ProcessLost, UserError
 from fastjax.hosts import connect, exchange, watch
 from fastjax.hosts.connect import Place, place_of
 from fastjax.train.agreed_stop import AgreedStop
+from fastjax.train.config import TrainConfig
 from fastjax.train.data import train_batches
 from fastjax.train.data.dataset import TokenisedDataset
 from fastjax.train.data.report import DataReport
@@ -45,6 +50,16 @@ def test_a_place() -> None:
     flags = ["--coordinator", HOST, "--num-processes=2", "--process_id", "1", "--learning_rat", "3"]
     assert connect._place_in(flags) == Place(HOST, 2, 1)
     assert connect._place_in(["--process_id", "one", "--coordinator", HOST]) is None
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} of this host cannot be had"):
+            connect._check_port(Place(f"localhost:{port}", 2, 0))
+        connect._check_port(Place(f"localhost:{port}", 2, 1))
 
 
 def test_one_process_asks_nobody() -> None:
@@ -144,3 +159,18 @@ def test_a_process_that_is_ended_from_outside_has_a_witness(told: bool) -> None:
     code += "os.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == -9 and done.stderr == ("" if told else "gone\n")
+
+
+def test_the_commands_of_the_page_can_be_read(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("model: m\ndata: d.jsonl\noutput_dir: o\n")
+    page = (Path(__file__).parents[3] / "docs/multi_gpu.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = [line.split("fastjax.train")[1].split(" #")[0] for line in page.splitlines() if line.startswith("    ")
+                and "-m fastjax.train" in line]  # fmt: skip
+    places = []
+    for command in commands:
+        words = [word for word in shlex.split(command) if word != "..."]
+        config, _ = parse(TrainConfig, words if "--config" in words else [*words, "--config", "run.yaml"])
+        config.validate()
+        places.append(config.place)
+    assert {None, Place(), Place("node1:12345", 2, 0), Place("node1:12345", 2, 1)} == set(places)

@@ -33,22 +33,14 @@ def assert_same_result(run: Path, other: Path) -> None:
     assert max(float(np.abs(value).max()) for name, value in expected.items() if "lora_B" in name) > 1e-3
 
 
+@pytest.mark.parametrize("mesh", ["data=2", pytest.param("fsdp=2", marks=pytest.mark.slow)])
 def test_killed_stopped_resumed_and_equal_to_one_device(
-    start_pair, model_folder, rows_file, same_flags, tmp_path
+    mesh, start_pair, model_folder, rows_file, same_flags, tmp_path
 ) -> None:
     run = tmp_path / "run"
     job = ("--model", model_folder, "--data", rows_file)
-    together = (
-        *job,
-        "--output_dir",
-        run,
-        "--mesh",
-        "data=2",
-        "--per_device_train_batch_size",
-        "1",
-        "--save_steps",
-        "10",
-    )
+    split = ("--mesh", mesh, "--per_device_train_batch_size", "1", "--save_steps", "10")
+    together = (*job, "--output_dir", run, *split)
 
     pair = start_pair(*together, "--max_steps", "100000")
     pair.wait_until(lambda: newest(run) >= 10)
