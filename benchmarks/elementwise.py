@@ -24,10 +24,10 @@ from fastjax.kernels.rms_norm import rms_norm
 from fastjax.kernels.rms_norm import specs as norm_specs
 from fastjax.kernels.rms_norm.pallas_triton import add_rms_norm_backward_pallas
 from fastjax.kernels.rms_norm.reference import rms_norm_reference
-from fastjax.kernels.rope import rope
+from fastjax.kernels.rope import rope, rope_joined
 from fastjax.kernels.rope import specs as rope_specs
 from fastjax.kernels.swiglu import specs as swiglu_specs
-from fastjax.kernels.swiglu import swiglu
+from fastjax.kernels.swiglu import swiglu, swiglu_joined
 from fastjax.train.optim import make_optimizer
 
 COPY_BYTES_PER_SECOND = 4.3e12
@@ -82,13 +82,27 @@ def elementwise_cases() -> list[Case]:
             jnp.zeros_like(dquery), jnp.zeros_like(dkey), dquery, dkey, implementation=implementation
         )
 
+    heads: dict[str, Any] = {"num_heads": query.shape[2], "num_kv_heads": key.shape[2]}
+    turn_joined = partial(rope_joined, **heads)
+    joined_turn = turn + 2 * key.size * 2
+    joined = rope_specs.joined_arguments(rope_specs.SHAPES["Llama-3-8B"])[0]
+    gate_up = jax.ShapeDtypeStruct((gate.shape[0], 2 * gate.shape[1]), gate.dtype)
+
+    def joined_back(cos, sin, *cotangents, implementation):
+        turned = lambda x, **how: turn_joined(x, cos, sin, **how)  # noqa: E731
+        return backward(turned, 1)(jnp.zeros(joined.shape, joined.dtype), *cotangents, implementation=implementation)
+
     return [
         Case("RMSNorm with residual", both(norm), (x, x, weight), 4 * x.size * 2),
         Case("RMSNorm with residual, backward", both(norm_backward), (x, weight, x, x), 4 * x.size * 2),
         Case("SwiGLU", both(swiglu), (gate, up), 3 * gate.size * 2),
         Case("SwiGLU, backward", both(backward(swiglu, 2)), (gate, up, dinner), 5 * gate.size * 2),
+        Case("SwiGLU of joined gate and up", both(swiglu_joined), (gate_up,), 3 * gate.size * 2),
+        Case("the same, backward", both(backward(swiglu_joined, 1)), (gate_up, dinner), 5 * gate.size * 2),
         Case("RoPE on q and k", both(rope), (query, key, cos, sin), turn),
         Case("RoPE on q and k, backward", both(turned_back), (cos, sin, query, key), turn),
+        Case("RoPE on joined q, k and v", both(turn_joined), (joined, cos, sin), joined_turn),
+        Case("the same, backward", both(joined_back), (cos, sin, query, key, key), joined_turn),
     ]
 
 

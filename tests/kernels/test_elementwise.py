@@ -1,13 +1,15 @@
 """RMSNorm, SwiGLU and RoPE: references against torch's modules, kernels against references, refusals."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fastjax.kernels.rms_norm import rms_norm
-from fastjax.kernels.rope import rope
-from fastjax.kernels.swiglu import swiglu
+from fastjax.kernels.rope import rope, rope_joined
+from fastjax.kernels.swiglu import swiglu, swiglu_joined
 
 TOLERANCE = {"float32": {"rtol": 2e-5, "atol": 2e-5}, "bfloat16": {"rtol": 2e-2, "atol": 2e-2}}
 
@@ -64,21 +66,22 @@ def test_references_equal_transformers(dtype):
     assert_close(rope(query, key, jnp.cos(angles), jnp.sin(angles)), expected, dtype)
 
 
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("kind", ["alone", "with its sum", "of a sum"])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((3, 17, 48), "float32"), ((5, 576), "bfloat16"), ((1, 4096), "bfloat16"), ((2, 4864), "float32")],
 )
-def test_rms_norm_kernels_equal_the_reference(shape, dtype, residual, interpret):
+def test_rms_norm_kernels_equal_the_reference(shape, dtype, kind, interpret):
     arguments = [normal(0, shape, dtype), normal(1, shape[-1:], dtype), normal(2, shape, dtype)]
     cotangents = normal(3, shape, dtype)
-    if residual:
+    if kind != "alone":
         cotangents = (normal(4, shape, dtype), cotangents)
-    else:
+    if kind != "of a sum":
         arguments.pop()
+    how = {"eps": 1e-5, "with_sum": kind != "alone", "interpret": interpret}
 
     def run(implementation, x, weight, residual=None):
-        return rms_norm(x, weight, eps=1e-5, residual=residual, implementation=implementation, interpret=interpret)
+        return rms_norm(x, weight, residual=residual, implementation=implementation, **how)
 
     found = value_and_gradients(lambda *args: run("pallas_triton", *args), arguments, cotangents)
     expected = value_and_gradients(lambda *args: run("reference", *args), arguments, cotangents)
@@ -88,7 +91,7 @@ def test_rms_norm_kernels_equal_the_reference(shape, dtype, residual, interpret)
     # A sum over rows, which the reference takes in the weight's dtype.
     total = sum(np.asarray(part, np.float64) for part in (arguments[0], *arguments[2:]))
     normalised = total / np.sqrt(np.mean(total**2, -1, keepdims=True) + 1e-5)
-    dy = np.asarray(cotangents[1] if residual else cotangents, np.float64)
+    dy = np.asarray(cotangents if kind == "alone" else cotangents[1], np.float64)
     exact = (dy * normalised).reshape(-1, shape[-1]).sum(0)
     assert dweight.dtype == arguments[1].dtype
     np.testing.assert_allclose(np.asarray(dweight, np.float64), exact, **TOLERANCE[dtype])
@@ -111,7 +114,12 @@ def test_swiglu_kernels_equal_the_reference(shape, dtype, interpret):
             lambda gate, up: swiglu(gate, up, implementation=implementation, interpret=interpret), arguments, dy
         )
 
-    assert_close(run("pallas_triton"), run("reference"), dtype)
+    expected = run("reference")
+    assert_close(run("pallas_triton"), expected, dtype)
+    joined = jnp.concatenate(arguments, axis=-1)
+    how = {"implementation": "pallas_triton", "interpret": interpret}
+    y, (gradient,) = value_and_gradients(lambda joined: swiglu_joined(joined, **how), [joined], dy)
+    assert_close((y, tuple(jnp.split(gradient, 2, axis=-1))), (expected[0], tuple(expected[1])), dtype)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +141,22 @@ def test_rope_kernel_equals_the_reference(shape, dtype, interpret):
             cotangents,
         )
 
-    assert_close(run("pallas_triton"), run("reference"), dtype)
+    expected = run("reference")
+    assert_close(run("pallas_triton"), expected, dtype)
+    # The same of one array that holds both and the values, which only move.
+    flat = lambda x: x.reshape(batch, length, -1)  # noqa: E731
+    value, dvalue = normal(5, key.shape, dtype), normal(6, key.shape, dtype)
+    how = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "interpret": interpret}
+    outputs = (*expected[0], value)
+    gradient = jnp.concatenate([flat(x) for x in (*expected[1], dvalue)], axis=-1)
+    for implementation in ("pallas_triton", "reference"):
+        found, found_gradient = value_and_gradients(
+            partial(rope_joined, cos=jnp.cos(angles), sin=jnp.sin(angles), implementation=implementation, **how),
+            [jnp.concatenate([flat(x) for x in (query, key, value)], axis=-1)],
+            (*cotangents, dvalue),
+        )
+        assert_close(found, outputs, dtype)
+        assert_close(found_gradient[0], gradient, dtype)
 
 
 def test_bad_input_is_named():
@@ -144,8 +167,12 @@ def test_bad_input_is_named():
         rms_norm(x, jnp.zeros(8), eps=1e-5, residual=x.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match="must be of one shape and dtype"):
         swiglu(x, x[:2])
+    with pytest.raises(ValueError, match="an even number of columns"):
+        swiglu_joined(x[:, :7])
     with pytest.raises(ValueError, match=r"expected \[B, T, N, H\]"):
         rope(jnp.zeros((1, 2, 3, 8)), jnp.zeros((1, 2, 3, 6)), jnp.zeros((1, 2, 4)), jnp.zeros((1, 2, 4)))
+    with pytest.raises(ValueError, match=r"expected \[B, T, 30\]"):
+        rope_joined(jnp.zeros((1, 2, 31)), *[jnp.zeros((1, 2, 3))] * 2, num_heads=3, num_kv_heads=1)
     for op in (
         lambda **how: rms_norm(x, jnp.zeros(8), eps=1e-5, **how),
         lambda **how: swiglu(x, x, **how),

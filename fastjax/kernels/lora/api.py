@@ -29,6 +29,7 @@ def lora_matmul(
     lora_b: Float[Array, "out R"] | Sequence[Float[Array, "out R"]],
     scale: Float[Array, ""] | float | Sequence[Float[Array, ""] | float],
     *,
+    joined: bool = False,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "*rows out"] | tuple[Float[Array, "*rows out"], ...]:
@@ -45,12 +46,13 @@ def lora_matmul(
       lora_a: [R, in] float.
       lora_b: [out, R] float.
       scale: scalar, alpha / R or alpha / sqrt(R).
+      joined: return the projections' columns side by side, as "joined" makes them, and take their gradient so.
       implementation: "pallas_triton" adds the adapter's product inside the kernel that decodes a 4-bit weight; "joined"
         decodes the 4-bit weights into one buffer for one matmul, with the adapter in further columns or added after it;
         "separate" takes one projection and one product after the other, and any weight. None takes the fastest that
         can run here, by measurement; a name is used or fails.
       interpret: run Pallas kernels in jax's interpreter, on any device.
-    Returns: [..., out] in x's dtype; a tuple of them for a sequence of weights.
+    Returns: [..., out] in x's dtype; for a sequence of weights a tuple of them, or [..., sum of out] if `joined`.
     Raises: ValueError for shapes that do not fit or an unknown `implementation`; NotImplementedError if
       `implementation` cannot run here.
     Source: LoRA (arXiv:2106.09685), equation 3. "joined" takes dx = dy . (W + scale B A), rounded once to x's dtype.
@@ -64,9 +66,9 @@ def lora_matmul(
     rows = x.reshape(-1, x.shape[-1])
     implementation = choose("lora_matmul", implementation, _implementations(rows, weights, interpret))
     scales = tuple(jnp.asarray(s, jnp.float32) for s in scales)
-    outputs = _lora_matmul(rows, weights, lora_as, lora_bs, scales, implementation, interpret)
+    outputs = _lora_matmul(rows, weights, lora_as, lora_bs, scales, joined, implementation, interpret)
     shaped = tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs)
-    return shaped if isinstance(weight, Sequence) else shaped[0]
+    return shaped if isinstance(weight, Sequence) and not joined else shaped[0]
 
 
 def _check(x, weights, lora_as, lora_bs, scales) -> None:
@@ -101,16 +103,19 @@ def _implementations(x: jax.Array, weights: tuple, interpret: bool) -> dict[str,
     return {"joined": joined, "pallas_triton": fused, "separate": None}
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _lora_matmul(x, weights, lora_as, lora_bs, scales, implementation: str, interpret: bool) -> tuple[jax.Array, ...]:
-    return _forward(x, weights, lora_as, lora_bs, scales, implementation, interpret)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _lora_matmul(
+    x, weights, lora_as, lora_bs, scales, whole: bool, implementation: str, interpret: bool
+) -> tuple[jax.Array, ...]:
+    """The projections' outputs, or one array of all their columns if `whole`."""
+    return _forward(x, weights, lora_as, lora_bs, scales, whole, implementation, interpret)[0]
 
 
-def _forward(x, weights, lora_as, lora_bs, scales, implementation, interpret):
+def _forward(x, weights, lora_as, lora_bs, scales, whole, implementation, interpret):
     lora_a, lora_b = _joined(lora_as, lora_bs, scales, x.dtype)
     if implementation == "joined":
         y, xa = joined_forward(x, weights, lora_a, lora_b, interpret)
-        outputs = jnp.split(y, _ends(weights), axis=1)
+        outputs = [y] if whole else jnp.split(y, _ends(weights), axis=1)
     else:
         xa = product(x, lora_a)
         parts = zip(weights, *_by_projection(xa, lora_b, weights), strict=True)
@@ -118,6 +123,7 @@ def _forward(x, weights, lora_as, lora_bs, scales, implementation, interpret):
             outputs = [quant_matmul_pallas(x, weight, (xa, b), interpret=interpret) for weight, xa, b in parts]
         else:
             outputs = [product(x, _matrix(weight, x.dtype, interpret)) + product(xa, b) for weight, xa, b in parts]
+        outputs = [jnp.concatenate(outputs, axis=1)] if whole else outputs
     return tuple(outputs), (x, checkpoint_name(xa, "lora_xa"), weights, lora_as, lora_bs, scales)
 
 
@@ -140,12 +146,14 @@ def _matrix(weight, dtype: jnp.dtype, interpret: bool) -> jax.Array:
     return weight.astype(dtype)
 
 
-def _backward(implementation, interpret, residuals, douts):
+def _backward(whole, implementation, interpret, residuals, douts):
     x, xa, weights, lora_as, lora_bs, scales = residuals
     lora_a, lora_b = _joined(lora_as, lora_bs, scales, x.dtype)
     if implementation == "joined":
-        dx, da, db = joined_backward(jnp.concatenate(douts, axis=1), x, xa, weights, lora_a, lora_b, interpret)
+        dout = douts[0] if whole else jnp.concatenate(douts, axis=1)
+        dx, da, db = joined_backward(dout, x, xa, weights, lora_a, lora_b, interpret)
     else:
+        douts = jnp.split(douts[0], _ends(weights), axis=1) if whole else douts
         dx, da, db = _separate_backward(douts, x, xa, weights, lora_a, lora_b, implementation, interpret)
     das, dbs = jnp.split(da, len(weights)), jnp.split(db, _ends(weights))
     dlora_as = tuple(d[: len(a)].astype(a.dtype) for d, a in zip(das, lora_as, strict=True))

@@ -96,6 +96,25 @@ def _norm_backward(eps, interpret, residuals, dy):
 rms_norm_pallas.defvjp(_norm_forward, _norm_backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def keep_rms_norm_pallas(x: jax.Array, weight: jax.Array, eps: float, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """[rows, D] and [D] to (x, norm of x): the backward adds the gradients of both in one pass."""
+    return x, rms_norm_pallas(x, weight, eps, interpret)
+
+
+def _keep_forward(x, weight, eps, interpret):
+    return keep_rms_norm_pallas(x, weight, eps, interpret), (x, weight)
+
+
+def _keep_backward(eps, interpret, residuals, cotangents):
+    (x, weight), (dx, dy) = residuals, cotangents
+    total = add_rms_norm_backward_pallas(x, weight, dx, dy, eps, interpret)
+    return total, _weight_gradient(x, weight, dy, eps)
+
+
+keep_rms_norm_pallas.defvjp(_keep_forward, _keep_backward)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def add_rms_norm_pallas(
     x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float, interpret: bool

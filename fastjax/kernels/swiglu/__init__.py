@@ -1,5 +1,5 @@
 """The gated activation between an MLP's projections."""
 
-from fastjax.kernels.swiglu.api import swiglu
+from fastjax.kernels.swiglu.api import swiglu, swiglu_joined
 
-__all__ = ["swiglu"]
+__all__ = ["swiglu", "swiglu_joined"]

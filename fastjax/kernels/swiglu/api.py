@@ -1,5 +1,6 @@
 """The public function: input checks and choice of implementation."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fastjax.kernels._dispatch import choose, triton_reason
@@ -34,4 +35,26 @@ def swiglu(
     if choose("swiglu", implementation, reasons) == "reference":
         return swiglu_reference(gate, up)
     shape = (-1, gate.shape[-1])
-    return swiglu_pallas(gate.reshape(shape), up.reshape(shape), interpret).reshape(gate.shape)
+    return swiglu_pallas((gate.reshape(shape), up.reshape(shape)), interpret).reshape(gate.shape)
+
+
+def swiglu_joined(
+    joined: Float[Array, "*rows twice_F"], *, implementation: str | None = None, interpret: bool = False
+) -> Float[Array, "*rows F"]:
+    """`swiglu` of gate and up side by side, as one matmul writes them: the gradient is written side by side, too.
+
+    Args:
+      joined: [..., 2 F] float: F columns of gate, then F of up.
+      implementation: "pallas_triton" or "reference". None takes the first that can run here, a name is used or fails.
+      interpret: see `swiglu`.
+    Returns: [..., F] in joined's dtype.
+    Raises: ValueError for an odd number of columns or an unknown `implementation`; NotImplementedError if
+      `implementation` cannot run here.
+    """
+    if joined.ndim < 1 or joined.shape[-1] % 2:
+        raise ValueError(f"joined {joined.shape} must have an even number of columns, those of gate and those of up")
+    reasons = {"pallas_triton": triton_reason(interpret), "reference": None}
+    if choose("swiglu_joined", implementation, reasons) == "reference":
+        return swiglu_reference(*jnp.split(joined, 2, axis=-1))
+    y = swiglu_pallas((joined.reshape(-1, joined.shape[-1]),), interpret)
+    return y.reshape(*joined.shape[:-1], -1)
