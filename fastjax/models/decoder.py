@@ -13,10 +13,21 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from fastjax.kernels.attention import attention, make_tile_bounds
+from fastjax.kernels.rope import rope_joined
+from fastjax.kernels.swiglu import swiglu_joined
 from fastjax.models.cache import KVCache
 from fastjax.models.config import ModelConfig
 from fastjax.models.layer_checkpoint import checkpoint_layer, in_pieces
-from fastjax.models.layers import DropoutKey, Embedding, Linear, LoraParam, LoraScale, RMSNorm, project
+from fastjax.models.layers import (
+    DropoutKey,
+    Embedding,
+    Linear,
+    LoraParam,
+    LoraScale,
+    RMSNorm,
+    project,
+    project_joined,
+)
 from fastjax.models.parallel import ALONE, Parallel
 from fastjax.models.products import matmul
 from fastjax.models.quantized import QuantizedParam, at_layer, matrix
@@ -29,9 +40,12 @@ _DROPOUT_STREAMS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pro
 _SPLIT_INPUTS = ("o_proj", "down_proj")
 
 
+_SILU = ("silu", "swish")
+
+
 def _activation(name: str, x: jax.Array) -> jax.Array:
     match name:
-        case "silu" | "swish":
+        case name if name in _SILU:
             return jax.nn.silu(x)
         case "gelu":
             return jax.nn.gelu(x, approximate=False)
@@ -40,6 +54,19 @@ def _activation(name: str, x: jax.Array) -> jax.Array:
         case "relu":
             return jax.nn.relu(x)
     raise AssertionError(name)
+
+
+def _gated(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """act(gate) * up in float32, rounded once."""
+    return (_activation(name, gate.astype(jnp.float32)) * up).astype(gate.dtype)
+
+
+# By itself jax would keep float32 copies of gate and of its activation for the backward.
+_lean_gated = jax.custom_vjp(_gated, nondiff_argnums=(0,))
+_lean_gated.defvjp(
+    lambda name, gate, up: (_gated(name, gate, up), (gate, up)),
+    lambda name, residuals, dinner: jax.vjp(partial(_gated, name), *residuals)[1](dinner),
+)
 
 
 class Attention(nnx.Module):
@@ -67,13 +94,20 @@ class Attention(nnx.Module):
         layer: jax.Array,
         rngs: dict[str, DropoutKey],
         parallel: Parallel,
+        joined: bool = False,
     ) -> tuple[jax.Array, KVCache | None]:
+        """`joined`: query, key and value stay side by side where they are made so, until they are turned."""
         x = parallel.enter(x)
-        heads = (*x.shape[:-1], -1, self.head_dim)
-        names = ("q_proj", "k_proj", "v_proj")
-        query, key, value = project((self.q_proj, self.k_proj, self.v_proj), x, [rngs.get(name) for name in names])
-        query, key = apply_rope(query.reshape(heads), *rope), apply_rope(key.reshape(heads), *rope)
-        value = value.reshape(heads)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        dropout = [rngs.get(name) for name in ("q_proj", "k_proj", "v_proj")]
+        both = project_joined(projections, x, dropout) if joined else None
+        if both is not None:
+            num_heads, num_kv_heads = (linear.shape[0] // self.head_dim for linear in projections[:2])
+            query, key, value = rope_joined(both, *rope, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        else:
+            heads = (*x.shape[:-1], -1, self.head_dim)
+            query, key, value = (y.reshape(heads) for y in project(projections, x, dropout))
+            query, key = apply_rope(query, *rope), apply_rope(key, *rope)
         query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
         value = checkpoint_name(value, "value")
         if cache is None:
@@ -96,12 +130,19 @@ class MLP(nnx.Module):
         self.down_proj = Linear(inner, width, **common)
         self.hidden_act = config.hidden_act
 
-    def __call__(self, x: jax.Array, rngs: dict[str, DropoutKey], parallel: Parallel) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, rngs: dict[str, DropoutKey], parallel: Parallel, *, joined: bool = False
+    ) -> jax.Array:
+        """`joined`: gate and up stay side by side where they are made so."""
         x = parallel.enter(x)
-        gate, up = project((self.gate_proj, self.up_proj), x, [rngs.get("gate_proj"), rngs.get("up_proj")])
-        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-        inner = (_activation(self.hidden_act, gate.astype(jnp.float32)) * up).astype(x.dtype)
-        return parallel.row_product(self.down_proj, inner, rngs.get("down_proj"))
+        projections, dropout = (self.gate_proj, self.up_proj), [rngs.get("gate_proj"), rngs.get("up_proj")]
+        both = project_joined(projections, x, dropout) if joined and self.hidden_act in _SILU else None
+        if both is not None:
+            inner = swiglu_joined(checkpoint_name(both, "gate_up"))
+        else:
+            gate, up = (checkpoint_name(y, "gate_up") for y in project(projections, x, dropout))
+            inner = _lean_gated(self.hidden_act, gate, up)
+        return parallel.row_product(self.down_proj, checkpoint_name(inner, "inner"), rngs.get("down_proj"))
 
     def drops(self, rngs: dict[str, DropoutKey]) -> bool:
         """Whether dropout changes what a projection reads."""
@@ -127,6 +168,7 @@ class DecoderLayer(nnx.Module):
         *,
         dropout_rng: jax.Array | None,
         parallel: Parallel,
+        joined: tuple[str, ...] = (),
         mlp_tokens: int | None = None,
         **context: Any,
     ) -> tuple[jax.Array, KVCache | None]:
@@ -137,17 +179,26 @@ class DecoderLayer(nnx.Module):
                 rngs[name] = parallel.dropout_key(
                     jax.random.fold_in(layer_rng, i), x.shape[0], split=name in _SPLIT_INPUTS
                 )
-        x = checkpoint_name(x, "layer_in")
-        mixed, cache = self.self_attn(self.input_layernorm(x), rope, rngs=rngs, parallel=parallel, **context)
-        x = checkpoint_name(x + mixed, "mid")
-
-        def rest(x: jax.Array) -> jax.Array:
-            return x + self.mlp(self.post_attention_layernorm(x), rngs, parallel)
-
+        x, normed = self.input_layernorm.with_sum(checkpoint_name(x, "layer_in"))
+        normed = checkpoint_name(normed, "attn_in")
+        mixed, cache = self.self_attn(normed, rope, rngs=rngs, parallel=parallel, joined="query" in joined, **context)
+        rest = partial(self._rest, rngs=rngs, parallel=parallel, joined="gate_up" in joined)
         # Dropout draws its bits for whole rows.
         if mlp_tokens is None or self.mlp.drops(rngs):
-            return rest(x), cache
-        return in_pieces(rest, x, mlp_tokens), cache
+            return rest(mixed, x), cache
+        return in_pieces(rest, checkpoint_name(x + mixed, "mid"), mlp_tokens), cache
+
+    def _rest(
+        self,
+        x: jax.Array,
+        residual: jax.Array | None = None,
+        *,
+        rngs: dict[str, DropoutKey],
+        parallel: Parallel,
+        joined: bool,
+    ) -> jax.Array:
+        x, normed = self.post_attention_layernorm.with_sum(x, residual)
+        return x + self.mlp(checkpoint_name(normed, "mlp_in"), rngs, parallel, joined=joined)
 
 
 class CausalLM(nnx.Module):
@@ -204,8 +255,8 @@ class CausalLM(nnx.Module):
           remat: what the backward keeps, see `fastjax.models.remat`.
           packed: False promises that each row is one document with its padding at the end: a causal mask then is all
             that attention needs, and what padding gives means nothing.
-          mlp_tokens: tokens of the batch that an MLP takes at a time, in layers of which `remat` keeps neither gate nor
-            up; None means all. Its width times the tokens is most of what a layer needs beside what is kept.
+          mlp_tokens: tokens of the batch that an MLP takes at a time, in layers of which `remat` does not keep
+            gate and up; None means all. Its width times the tokens is most of what a layer needs beside what is kept.
           parallel: inside `jax.shard_map`, this device's part; arrays and weights are then its own.
         Returns: [B, T, D] in the compute dtype; with a cache the pair (hidden, cache).
         """
@@ -223,14 +274,14 @@ class CausalLM(nnx.Module):
             documents = {"segment_ids": segment_ids, "tile_bounds": make_tile_bounds(segment_ids)}
         graphdef, outside, stacked = nnx.split(self.layers, whole, ...)  # type: ignore[misc]
 
-        def body(mlp_tokens: int | None, carry: tuple[jax.Array, KVCache | None], inputs: Any) -> Any:
+        def body(how: dict[str, Any], carry: tuple[jax.Array, KVCache | None], inputs: Any) -> Any:
             x, cache = carry
             leaves, layer = inputs
             weights = nnx.merge_state(at_layer(outside, layer), leaves)
             module = nnx.merge(graphdef, parallel.layer(weights, self.dtype))
             out = module(
                 x, rope, dropout_rng=dropout_rng, documents=documents, positions=positions, cache=cache,
-                layer=layer, mlp_tokens=mlp_tokens, parallel=parallel,
+                layer=layer, parallel=parallel, **how,
             )  # fmt: skip
             return out, None
 
@@ -240,9 +291,15 @@ class CausalLM(nnx.Module):
             inputs = (stacked, jnp.arange(first, first + count))
             if len(groups) > 1:
                 inputs = (jax.tree.map(lambda leaf: leaf[first : first + count], stacked), inputs[1])  # noqa: B023
-            of_group = partial(body, None if policy.keeps("gate") or policy.keeps("up") else mlp_tokens)
-            layer_of = checkpoint_layer(of_group, policy, keep_gathered=not parallel.gathers)
-            carry, _ = jax.lax.scan(layer_of, carry, inputs)
+            # For a kernel, a loop would copy what is kept out of its stack; the compiler's own reads it there.
+            joined = [name for name in ("query", "gate_up") if plan.unrolled or not policy.keeps(name)]
+            how = {
+                "joined": () if cache is not None else tuple(joined),
+                "mlp_tokens": None if policy.keeps("gate_up") else mlp_tokens,
+            }
+            of_group = partial(body, how)
+            layers = checkpoint_layer(of_group, policy, unrolled=plan.unrolled, keep_gathered=not parallel.gathers)
+            carry, _ = jax.lax.scan(layers, carry, inputs, unroll=count if plan.unrolled else 1)
         x, new_cache = carry
         hidden = self.norm(x)
         return hidden if cache is None else (hidden, new_cache)

@@ -9,16 +9,28 @@ import jax.numpy as jnp
 from fastjax.models.remat import Policy
 
 
-def checkpoint_layer(layer: Callable, policy: Policy, *, keep_gathered: bool = True) -> Callable:
+def checkpoint_layer(
+    layer: Callable, policy: Policy, *, unrolled: bool = False, keep_gathered: bool = True
+) -> Callable:
     """`layer`, a function of the scan's carry and inputs, with what the policy says kept for its backward.
 
     Args:
+      unrolled: whether the scan is unrolled. Every layer is then compiled by itself, and what it keeps is read where it
+        lies: the compiler sees through the stack of values made apart and taken apart again.
       keep_gathered: False has the backward gather weights again instead of keeping those of every layer.
     """
+    if unrolled:
+        # A function of its own is lowered once for all the layers that call it.
+        return jax.jit(_checkpoint(layer, policy, keep_gathered, prevent_cse=True))
+    # Inside a loop the compiler cannot merge the recomputation with the forward, so its guard is not needed.
+    return _checkpoint(layer, policy, keep_gathered, prevent_cse=False)
+
+
+def _checkpoint(layer: Callable, policy: Policy, keep_gathered: bool, *, prevent_cse: bool) -> Callable:
     if policy.all and keep_gathered:
         return layer
     if policy.all:
-        return jax.checkpoint(layer, policy=_all_but_gathered, prevent_cse=False)
+        return jax.checkpoint(layer, policy=_all_but_gathered, prevent_cse=prevent_cse)
     if policy.offloaded:
         saveable = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(policy.saved),
@@ -28,8 +40,7 @@ def checkpoint_layer(layer: Callable, policy: Policy, *, keep_gathered: bool = T
         )
     else:
         saveable = jax.checkpoint_policies.save_only_these_names(*policy.saved)
-    # Inside a scan the compiler cannot merge the recomputation with the forward, so its guard is not needed.
-    return jax.checkpoint(layer, policy=saveable, prevent_cse=False)
+    return jax.checkpoint(layer, policy=saveable, prevent_cse=prevent_cse)
 
 
 def in_pieces(function: Callable[[jax.Array], jax.Array], x: jax.Array, num_tokens: int) -> jax.Array:

@@ -15,6 +15,7 @@ from flax import nnx
 from fastjax.kernels.lora import lora_matmul
 from fastjax.kernels.nf4 import QuantizedWeight
 from fastjax.kernels.quant_matmul import quant_matmul
+from fastjax.kernels.rms_norm import rms_norm
 from fastjax.models.products import low_rank, matmul
 from fastjax.models.quantized import FrozenWeight, QuantizedParam, frozen_product, full_shape
 
@@ -155,23 +156,36 @@ def project(linears: Sequence[Linear], x: jax.Array, rngs: Sequence[Rng] | None 
 
 def _products(linears: Sequence[Linear], x: jax.Array, rngs: Sequence[Rng]) -> Sequence[jax.Array]:
     """`project` without the biases."""
+    arguments = _packed_with_adapters(linears, rngs)
+    if arguments is not None:
+        return lora_matmul(x, *arguments)  # type: ignore[return-value]
     weights: list[FrozenWeight] = [linear.weight.get_value() for linear in linears]
-    adapters = [linear.lora for linear in linears]
     packed = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    whole = [lora for lora, rng in zip(adapters, rngs, strict=True) if lora is not None and not lora.drops(rng)]
-    if len(packed) == len(whole) == len(linears):
-        return lora_matmul(  # type: ignore[return-value]
-            x,
-            packed,
-            [lora.lora_a[...] for lora in whole],
-            [lora.lora_b[...] for lora in whole],
-            [lora.scale[...] for lora in whole],
-        )
     if len(packed) == len(linears):
         products: Sequence[jax.Array] = quant_matmul(x, packed)  # type: ignore[assignment]
     else:
         products = [frozen_product(x, weight) for weight in weights]
+    adapters = [linear.lora for linear in linears]
     return [y if lora is None else y + lora(x, rng) for y, lora, rng in zip(products, adapters, rngs, strict=True)]
+
+
+def project_joined(linears: Sequence[Linear], x: jax.Array, rngs: Sequence[Rng]) -> jax.Array | None:
+    """What `project` returns, side by side, where one matmul makes it so; None elsewhere."""
+    arguments = _packed_with_adapters(linears, rngs)
+    if arguments is None or any(linear.bias is not None for linear in linears):
+        return None
+    return lora_matmul(x, *arguments, joined=True)  # type: ignore[return-value]
+
+
+def _packed_with_adapters(linears: Sequence[Linear], rngs: Sequence[Rng]) -> tuple[list[Any], ...] | None:
+    """`lora_matmul`'s arguments after x if all weights are 4-bit and have adapters without dropout."""
+    weights = [linear.weight.get_value() for linear in linears]
+    adapters = [linear.lora for linear in linears]
+    whole = [lora for lora, rng in zip(adapters, rngs, strict=True) if lora is not None and not lora.drops(rng)]
+    if len(whole) < len(linears) or not all(isinstance(weight, QuantizedWeight) for weight in weights):
+        return None
+    values = [[getattr(lora, name)[...] for lora in whole] for name in ("lora_a", "lora_b", "scale")]
+    return weights, *values
 
 
 class Embedding(nnx.Module):
@@ -220,9 +234,11 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        normalised = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return self.weight[...].astype(x.dtype) * normalised.astype(x.dtype)
+        return rms_norm(x, self.weight[...], eps=self.eps)  # type: ignore[return-value]
+
+    def with_sum(self, x: jax.Array, residual: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """(s, norm of s) with s = x, or x + residual, which is named "mid"; further uses of x should take s."""
+        return rms_norm(x, self.weight[...], eps=self.eps, residual=residual, with_sum=True)  # type: ignore[return-value]
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -14,7 +14,12 @@ from fastjax.errors import UserError
 # Not a plan: the run finds one that fits its memory.
 AUTO = "auto"
 # In the order in which a layer makes them.
-NAMES = ("layer_in", "query", "key", "value", "attn_out", "attn_lse", "mid", "gate", "up", "lora_xa")
+NAMES = (
+    "layer_in", "attn_in", "query", "key", "value", "attn_out", "attn_lse", "mid", "mlp_in", "gate_up", "inner",
+    "lora_xa",
+)  # fmt: skip
+# A plan's first word where its layers are compiled one by one instead of as one loop.
+_UNROLLED = "unrolled"
 _GROUP = re.compile(r"(?:(?P<count>\d{1,6})\s*\*\s*)?(?P<policy>[a-z_+:]+)")
 
 
@@ -43,19 +48,33 @@ POLICIES: dict[str, Policy] = {
     "none": Policy(all=True),
     "full": Policy(("layer_in",)),
     "attention": Policy(_ATTENTION),
-    "no_matmul": Policy((*_ATTENTION, "mid", "gate", "up")),
+    "no_matmul": Policy((*_ATTENTION, "mid", "gate_up")),
+    "most": Policy((*_ATTENTION, "attn_in", "mid", "mlp_in", "gate_up", "inner")),
     "offload": Policy((), ("layer_in",)),
 }
 
 
 @dataclass(frozen=True)
 class RematPlan:
-    """Policies of runs of layers, first to last: (number of layers, policy); a number of 0 means all that are left."""
+    """What the backward keeps of every layer, and how the layers are compiled.
+
+    Attributes:
+      groups: policies of runs of layers, first to last: (number of layers, policy); 0 means all that are left.
+      unrolled: one after the other instead of as one loop. What is kept then stays where it was made, where a loop
+        copies it into a stack and out again; compiling takes longer, and grows with the number of layers.
+    """
 
     groups: tuple[tuple[int, Policy], ...]
+    unrolled: bool = False
 
     def __str__(self) -> str:
-        return ",".join(str(policy) if count == 0 else f"{count}*{policy}" for count, policy in self.groups)
+        groups = (str(policy) if count == 0 else f"{count}*{policy}" for count, policy in self.groups)
+        return ",".join([*([_UNROLLED] if self.unrolled else []), *groups])
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any layer keeps something in host memory."""
+        return any(policy.offloaded for _, policy in self.groups)
 
     def of_layers(self, num_layers: int) -> Iterator[tuple[int, int, Policy]]:
         """(first layer, number of layers, policy) of each run.
@@ -73,20 +92,27 @@ class RematPlan:
 
 
 def parse_plan(text: str) -> RematPlan:
-    """A plan from its text: `full`; `12*no_matmul,full`; `layer_in+mid,host:layer_in`.
+    """A plan from its text: `full`; `12*no_matmul,full`; `layer_in+mid,host:layer_in`; `unrolled,no_matmul`.
 
     A policy is one of POLICIES, or names of activations joined by +, `host:` before those that go to host memory. The
-    last run takes the layers that are left.
+    last run takes the layers that are left. `unrolled` stands first.
     Raises: UserError for another text.
     """
     groups: list[tuple[int, Policy]] = []
     parts = text.split(",")
+    unrolled = parts[0].strip() == _UNROLLED
+    if unrolled and len(parts) > 1:
+        del parts[0]
     for index, part in enumerate(parts):
         found = _GROUP.fullmatch(part.strip())
         if not found or (found["count"] is None and index < len(parts) - 1):
             raise UserError(f"remat={text!r} is not understood at {part!r}; {_help()}")
         groups.append((int(found["count"] or 0), _policy(found["policy"], text)))
-    return RematPlan(tuple(groups))
+    plan = RematPlan(tuple(groups), unrolled)
+    if unrolled and plan.offloads:
+        # The compiler drops the transfers there, and keeps everything on the device.
+        raise UserError(f"remat={text!r}: layers that are {_UNROLLED} keep nothing in host memory; leave that word out")
+    return plan
 
 
 def _policy(text: str, whole: str) -> Policy:
@@ -103,4 +129,7 @@ def _policy(text: str, whole: str) -> Policy:
 
 
 def _help() -> str:
-    return f"policies: {', '.join(POLICIES)}; activations: {', '.join(NAMES)}; 12*no_matmul,full splits the layers"
+    return (
+        f"policies: {', '.join(POLICIES)}; activations: {', '.join(NAMES)}; 12*no_matmul,full splits the layers; "
+        f"{_UNROLLED},no_matmul compiles them one by one"
+    )

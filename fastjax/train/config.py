@@ -190,8 +190,9 @@ class TrainConfig(RowConfig):
 
     remat: str = setting(
         "auto",
-        "what the backward keeps: auto (what fits the memory), none (all), no_matmul, attention, full (the layers' "
-        "inputs), offload (those, in host memory); or activations by name, and runs of layers: 12*no_matmul,full",
+        "what the backward keeps: auto (what fits the memory), none (all), most, no_matmul, attention, full (the "
+        "layers' inputs), offload (those, in host memory); or activations by name, and runs of layers: "
+        "12*no_matmul,full; unrolled,most compiles the layers one by one, which is faster and takes longer to compile",
     )
     memory_budget_gib: float | None = setting(
         None, "GiB of each device that remat=auto may fill; none: what the allocator has", above=0

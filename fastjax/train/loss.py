@@ -8,13 +8,15 @@ import jax.numpy as jnp
 from fastjax.kernels.linear_cross_entropy import linear_cross_entropy
 from fastjax.models.decoder import CausalLM
 from fastjax.models.parallel import ALONE, Parallel
-from fastjax.models.remat import RematPlan
+from fastjax.models.remat import RematPlan, parse_plan
 
 # A stream of its own for the head's dropout; the decoder derives its layers' keys from the same micro-batch key.
 _HEAD_STREAM = 0x6EAD
-# Of each device, that an MLP takes at a time where its activations are not kept: a matmul is as fast as over a longer
-# row, and decoding the weights once more for every piece takes a fiftieth of it.
+# Tokens of a device that an MLP takes at a time where its activations are not kept: a matmul is as fast as over more,
+# and decoding the weights once more for every piece takes a fiftieth of it.
 MLP_TOKENS = 8192
+# Where memory is so short that a plan keeps values in host memory, half of that, and of the loss's 2048, pays.
+_MLP_TOKENS_IF_SHORT, _LOSS_TOKENS_IF_SHORT = 4096, 1024
 
 
 def shifted_targets(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -62,15 +64,16 @@ def loss_sum(
       remat: see `CausalLM.hidden_states`.
     Returns: float32 scalar, int32 scalar.
     """
+    plan = parse_plan(remat) if isinstance(remat, str) else remat
     hidden = model.hidden_states(
         batch["input_ids"],
         positions=batch.get("positions"),
         segment_ids=batch["segment_ids"],
         dropout_rng=dropout_rng,
-        remat=remat,
+        remat=plan,
         # Only packed rows bring positions: in the others one document lies before its padding.
         packed="positions" in batch,
-        mlp_tokens=MLP_TOKENS,
+        mlp_tokens=_MLP_TOKENS_IF_SHORT if plan.offloads else MLP_TOKENS,
         parallel=parallel,
     )
     if parallel.vocab_axis is not None:
@@ -86,12 +89,14 @@ def loss_sum(
         hidden = jnp.concatenate([hidden, projected], axis=-1)
         weight = jnp.concatenate([weight.astype(hidden.dtype), lora.lora_b[...].astype(hidden.dtype)], axis=-1)
     targets, counts = shifted_targets(batch)
+    num_tokens = targets.size
     total = linear_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]),
+        hidden.reshape(num_tokens, hidden.shape[-1]),
         weight,
-        targets.reshape(-1),
-        counts.reshape(-1).astype(jnp.float32),
+        targets.reshape(num_tokens),
+        counts.reshape(num_tokens).astype(jnp.float32),
         train_weight=train_head or lora is not None,
+        chunk_size=_LOSS_TOKENS_IF_SHORT if plan.offloads and num_tokens > 4 * _LOSS_TOKENS_IF_SHORT else None,
         vocab_axis=parallel.vocab_axis,
     )
     return total, jnp.sum(counts, dtype=jnp.int32)

@@ -6,7 +6,9 @@ from fastjax.errors import UserError
 from fastjax.models.remat import POLICIES, Policy, parse_plan
 
 
-@pytest.mark.parametrize("text", ["full", "none", "12*no_matmul,full", "3*mid+host:layer_in,2*none"])
+@pytest.mark.parametrize(
+    "text", ["full", "none", "12*no_matmul,full", "3*mid+host:layer_in,2*none", "unrolled,2*most,no_matmul"]
+)
 def test_a_plan_reads_back_from_its_text(text):
     plan = parse_plan(text)
     assert str(plan) == text
@@ -27,3 +29,16 @@ def test_runs_of_layers_cover_the_model():
 def test_a_plan_for_another_number_of_layers_is_refused(text, num_layers):
     with pytest.raises(UserError, match="the model has 5"):
         list(parse_plan(text).of_layers(num_layers))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("unrolled", "not understood|neither"),
+        ("full,unrolled", "not understood|neither"),
+        ("unrolled,offload", "host memory"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_plan(text)

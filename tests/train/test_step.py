@@ -239,7 +239,13 @@ def test_every_remat_policy_gives_the_same_loss_and_gradients():
         return jax.jit(jax.value_and_grad(loss))(model_parts[1])
 
     expected = gradient("none")
-    for name in (*POLICIES, "1*no_matmul,full", "1*layer_in+mid,1*attention"):
+    for name in (
+        *POLICIES,
+        "1*no_matmul,full",
+        "1*layer_in+mid,1*attention",
+        "unrolled,most",
+        "unrolled,1*no_matmul,full",
+    ):
         if name != "none":
             assert_trees_close(gradient(name), expected, rtol=1e-5, atol=1e-6)
 

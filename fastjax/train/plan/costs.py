@@ -85,8 +85,8 @@ def layer_costs(config: ModelConfig, work: Workload) -> LayerCosts:
     query = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
     sizes = {
-        "layer_in": width, "query": query, "key": kv, "value": kv, "attn_out": query, "mid": width, "gate": inner,
-        "up": inner,
+        "layer_in": width, "attn_in": width, "query": query, "key": kv, "value": kv, "attn_out": query, "mid": width,
+        "mlp_in": width, "gate_up": 2 * inner, "inner": inner,
     }  # fmt: skip
     num_bytes = {name: size * work.itemsize for name, size in sizes.items()}
     num_bytes["attn_lse"] = config.num_attention_heads * 4
@@ -94,8 +94,8 @@ def layer_costs(config: ModelConfig, work: Workload) -> LayerCosts:
     attention = 4 * query * _seen_keys(config, work.seq) / _ATTENTION_EFFICIENCY
     flop = {
         "layer_in": 0.0, "query": 2.0 * width * query, "key": 2.0 * width * kv, "value": 2.0 * width * kv,
-        "attn_out": attention, "attn_lse": 0.0, "mid": 2.0 * query * width, "gate": 2.0 * width * inner,
-        "up": 2.0 * width * inner, "lora_xa": 0.0,
+        "attn_out": attention, "attn_lse": 0.0, "mid": 2.0 * query * width, "gate_up": 4.0 * width * inner,
+        "lora_xa": 0.0, "attn_in": 0.0, "mlp_in": 0.0, "inner": 0.0,
     }  # fmt: skip
     return LayerCosts(num_bytes, flop)
 

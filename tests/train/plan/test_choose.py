@@ -41,7 +41,7 @@ GIB = 2**30
 
 def test_bytes_of_a_layer_are_those_of_its_activations():
     costs = layer_costs(LLAMA, WORK)
-    assert costs.num_bytes["gate"] == costs.num_bytes["up"] == 14336 * 2
+    assert costs.num_bytes["gate_up"] == 2 * 14336 * 2
     assert costs.num_bytes["key"] == costs.num_bytes["value"] == 8 * 128 * 2
     assert costs.num_bytes["attn_lse"] == 32 * 4
     assert costs.kept_bytes(POLICIES["full"]) == 4096 * 2
