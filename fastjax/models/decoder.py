@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -67,6 +68,16 @@ _lean_gated.defvjp(
     lambda name, gate, up: (_gated(name, gate, up), (gate, up)),
     lambda name, residuals, dinner: jax.vjp(partial(_gated, name), *residuals)[1](dinner),
 )
+
+
+def _scaled(stacked: nnx.State, scales: nnx.State) -> nnx.State:
+    """The layers' state with every adapter's B multiplied by its scale."""
+    variables = dict(nnx.to_flat_state(stacked))
+    for (*lora, _), scale in nnx.to_flat_state(scales):
+        path = (*lora, "lora_b")
+        lora_b = variables[path]
+        variables[path] = lora_b.replace(lora_b.get_value() * scale.get_value()[:, None, None])
+    return nnx.from_flat_state(list(variables.items()))
 
 
 class Attention(nnx.Module):
@@ -272,12 +283,14 @@ class CausalLM(nnx.Module):
         if segment_ids is not None and packed and cache is None:
             # Found once for all layers.
             documents = {"segment_ids": segment_ids, "tile_bounds": make_tile_bounds(segment_ids)}
-        graphdef, outside, stacked = nnx.split(self.layers, whole, ...)  # type: ignore[misc]
+        graphdef, outside, scales, stacked = nnx.split(self.layers, whole, LoraScale, ...)  # type: ignore[misc]
+        # Adapters are scaled here, all layers at once, and in a layer by a constant 1, which costs nothing.
+        stacked, units = _scaled(stacked, scales), jax.tree.map(lambda _: np.float32(1), scales)
 
         def body(how: dict[str, Any], carry: tuple[jax.Array, KVCache | None], inputs: Any) -> Any:
             x, cache = carry
             leaves, layer = inputs
-            weights = nnx.merge_state(at_layer(outside, layer), leaves)
+            weights = nnx.merge_state(at_layer(outside, layer), units, leaves)
             module = nnx.merge(graphdef, parallel.layer(weights, self.dtype))
             out = module(
                 x, rope, dropout_rng=dropout_rng, documents=documents, positions=positions, cache=cache,
