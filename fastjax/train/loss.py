@@ -16,7 +16,7 @@ _HEAD_STREAM = 0x6EAD
 # and decoding the weights once more for every piece takes a fiftieth of it.
 MLP_TOKENS = 8192
 # Where memory is so short that a plan keeps values in host memory, half of that, and of the loss's 2048, pays.
-_MLP_TOKENS_IF_SHORT, _LOSS_TOKENS_IF_SHORT = 4096, 1024
+MLP_TOKENS_IF_SHORT, _LOSS_TOKENS_IF_SHORT = 4096, 1024
 
 
 def shifted_targets(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -73,7 +73,7 @@ def loss_sum(
         remat=plan,
         # Only packed rows bring positions: in the others one document lies before its padding.
         packed="positions" in batch,
-        mlp_tokens=_MLP_TOKENS_IF_SHORT if plan.offloads else MLP_TOKENS,
+        mlp_tokens=MLP_TOKENS_IF_SHORT if plan.offloads else MLP_TOKENS,
         parallel=parallel,
     )
     if parallel.vocab_axis is not None:

@@ -32,7 +32,7 @@ def test_the_defaults_are_valid_and_those_of_the_documentation():
         ({"optim": "sgd"}, ["optim='sgd' is not one of adamw, adamw_8bit, adamw_bf16"]),
         ({"remat": "full", "memory_budget_gib": 8.0}, ["memory_budget_gib=8.0 with remat='full'", "remat=auto"]),
         ({"memory_budget_gib": 0.0}, ["memory_budget_gib=0.0 is too small"]),
-        ({"remat": "most"}, ["remat='most': 'most' is neither a policy nor an activation", "no_matmul"]),
+        ({"remat": "half"}, ["remat='half': 'half' is neither a policy nor an activation", "no_matmul"]),
         ({"remat": "2*full+mid full"}, ["remat='2*full+mid full' is not understood"]),
         ({"remat": "full,none"}, ["remat='full,none' is not understood at 'full'"]),
         ({"long_rows": "cut"}, ["long_rows='cut' is not one of truncate, drop, split, error"]),

@@ -268,8 +268,8 @@ def test_a_folder_in_use_is_refused_and_an_overwritten_one_starts_anew(whole, tm
 
 
 def test_a_setting_that_cannot_be_leaves_no_folder(tmp_path):
-    with pytest.raises(UserError, match="remat='most': 'most' is neither a policy"):
-        trainer(tmp_path / "run", remat="most")
+    with pytest.raises(UserError, match="remat='half': 'half' is neither a policy"):
+        trainer(tmp_path / "run", remat="half")
     with pytest.raises(UserError, match="from 0 to"):
         trainer(tmp_path / "run", seed=2**32).train()
     assert not (tmp_path / "run").exists()

@@ -75,7 +75,7 @@ def choose_plan(
     """
     limit = usable(budget)
     fixed = arguments + workspace_guess(config, work)
-    leanest = ladder(config.num_hidden_layers)[0]
+    leanest = ladder(config, work)[0]
     tried: dict[RematPlan, Choice] = {}
     best: Choice | None = None
     for number in range(_MOST_TRIES):

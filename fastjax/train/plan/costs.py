@@ -13,7 +13,7 @@ from flax import nnx
 from fastjax.kernels.lora.blocks import padded_rank
 from fastjax.models.config import ModelConfig
 from fastjax.models.remat import NAMES, Policy, RematPlan
-from fastjax.train.loss import MLP_TOKENS
+from fastjax.train.loss import MLP_TOKENS, MLP_TOKENS_IF_SHORT
 
 # An attention kernel reaches about this share of a matmul's FLOP a second.
 _ATTENTION_EFFICIENCY = 0.6
@@ -120,8 +120,9 @@ def kept_bytes(plan: RematPlan, config: ModelConfig, work: Workload) -> int:
 def planned_bytes(plan: RematPlan, config: ModelConfig, work: Workload) -> int:
     """What differs between plans: the kept bytes, and the backward of one MLP, in pieces where none keeps its parts."""
     runs = plan.of_layers(config.num_hidden_layers)
-    whole = any(policy.keeps("gate") or policy.keeps("up") for _, _, policy in runs)
-    tokens = work.num_tokens if whole else min(work.num_tokens, MLP_TOKENS)
+    whole = any(policy.keeps("gate_up") for _, _, policy in runs)
+    pieces = MLP_TOKENS_IF_SHORT if plan.offloads else MLP_TOKENS
+    tokens = work.num_tokens if whole else min(work.num_tokens, pieces)
     mlp = _MLP_ARRAYS * tokens * config.intermediate_size * work.itemsize
     return kept_bytes(plan, config, work) + mlp
 

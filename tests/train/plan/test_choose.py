@@ -1,7 +1,7 @@
 """The plan that a memory budget gets: what is kept, what is computed again, and what is said where nothing fits."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import jax
@@ -59,19 +59,29 @@ def test_flop_of_a_step_are_those_of_its_matmuls_and_of_what_is_made_again():
 
 
 def test_the_ladder_keeps_more_with_every_step():
-    plans = ladder(32)
+    plans = ladder(LLAMA, WORK)
     kept = [kept_bytes(plan, LLAMA, WORK) for plan in plans]
     again = [recomputed_flop(plan, LLAMA, WORK) for plan in plans]
     assert kept == sorted(set(kept)) and np.all(np.diff(again) < 1)
-    assert str(plans[0]) == "32*offload" and str(plans[-1]) == "32*no_matmul"
+    assert str(plans[0]) == "32*offload" and str(plans[-1]) == "unrolled,32*most"
     assert host_bytes(plans[0], LLAMA, WORK) == 32 * 8192 * 4096 * 2
+
+
+def test_layers_are_unrolled_where_they_copy_much_and_long_rows_keep_attention_first():
+    texts = [str(plan) for plan in ladder(LLAMA, WORK)]
+    assert "unrolled,32*no_matmul" in texts and "unrolled,1*most,31*no_matmul" in texts and "32*no_matmul" not in texts
+    for work in (replace(WORK, num_tokens=1024), replace(WORK, adapter_width=0)):
+        assert str(ladder(LLAMA, work)[-1]) == "32*no_matmul"
+    assert "32*full" in texts and not any("host:" in text for text in texts)
+    long = [str(plan) for plan in ladder(LLAMA, replace(WORK, seq=32768, num_tokens=32768))]
+    assert "32*attn_out+attn_lse+host:layer_in" in long and "32*full" not in long
 
 
 @pytest.mark.parametrize("budget", [8, 9, 12, 16, 24, 32, 64])
 def test_the_richest_plan_fits_and_the_next_does_not(budget):
     fixed = int(6.2 * GIB)
     plan = richest(LLAMA, WORK, budget=budget * GIB, fixed=fixed)
-    plans = ladder(32)
+    plans = ladder(LLAMA, WORK)
     place = plans.index(plan)
     room = budget * GIB - fixed
     assert planned_bytes(plan, LLAMA, WORK) <= room
@@ -111,7 +121,7 @@ def test_the_choice_fits_and_fills_its_budget(budget, workspace):
     compiler = Compiler(int(workspace * GIB))
     choice = choose_plan(LLAMA, WORK, budget=int(budget * GIB), arguments=compiler.arguments, compile_step=compiler)
     assert choice.memory.peak <= budget * GIB
-    best = ladder(32)[-1]
+    best = ladder(LLAMA, WORK)[-1]
     left = budget * GIB - choice.memory.peak
     everything = kept_bytes(best, LLAMA, WORK)
     assert choice.plan == best or left < 0.05 * everything + 0.02 * budget * GIB
