@@ -10,12 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fastjax.kernels._dispatch import target_device, target_is_gpu, triton_reason
+from fastjax.kernels._dispatch import target_device, target_is_gpu
 from fastjax.kernels.attention.blocks import mosaic_tiles
 from fastjax.kernels.attention.cudnn import cudnn_gradients, cudnn_reason
 from fastjax.kernels.attention.options import Options
-from fastjax.kernels.attention.pallas_triton import plan_for
-from fastjax.kernels.attention.pallas_triton_backward import backward_pallas, delta_pallas
 
 # CUDA's assembler of these versions miscompiles such kernels (jax's own example refuses them too).
 _BROKEN_CUDA = range(12080, 12091)
@@ -51,7 +49,7 @@ def mosaic_reason(query: jax.Array, key: jax.Array, options: Options) -> str | N
             return f"takes no {name}"
     if options.dropout_rate > 0.0:
         return "has no dropout"
-    return triton_reason()
+    return None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -75,6 +73,10 @@ def _backward(options: Options, return_lse: bool, residuals, cotangents):
     query, key, value, out, lse = residuals
     if not return_lse and cudnn_reason(query, key, options, is_packed=False) is None:
         return cudnn_gradients(query, key, value, out, lse, cotangents, options)
+    # The one thing here that needs Pallas' Triton backend.
+    from fastjax.kernels.attention.pallas_triton import plan_for
+    from fastjax.kernels.attention.pallas_triton_backward import backward_pallas, delta_pallas
+
     dout, dlse = cotangents if return_lse else (cotangents, None)
     plan = plan_for(query, key, splits_keys=False, num_seen=0, interpret=False)
     delta = delta_pallas(out, dout, dlse)

@@ -16,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fastjax.kernels.attention.blocks import MosaicTiles
-from fastjax.kernels.attention.options import Options
-from fastjax.kernels.attention.pallas_triton_parts import LOG2_E
+from fastjax.kernels.attention.options import LOG2_E, Options
 
 _COMPUTE_GROUPS = 2
 # Of 65536 registers a multiprocessor: 2 x 128 x 232 + 128 x 40.

@@ -1,6 +1,10 @@
 """What a call of attention asks for besides its arrays."""
 
+import math
 from dataclasses import dataclass
+
+# Kernels count in powers of 2.
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from fastjax.kernels.attention.blocks import DecodeTiles
-from fastjax.kernels.attention.options import Options
+from fastjax.kernels.attention.options import LOG2_E, Options
 from fastjax.kernels.attention.pallas_triton_forward import layered_key_spec
 from fastjax.kernels.attention.pallas_triton_masks import (
     key_limit,
@@ -23,7 +23,6 @@ from fastjax.kernels.attention.pallas_triton_masks import (
     query_positions,
 )
 from fastjax.kernels.attention.pallas_triton_parts import (
-    LOG2_E,
     Call,
     capped,
     load_rows,

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from fastjax.kernels.attention.blocks import Tiles
-from fastjax.kernels.attention.options import Options
+from fastjax.kernels.attention.options import LOG2_E, Options
 from fastjax.kernels.attention.pallas_triton_masks import (
     dropped,
     key_bits,
@@ -33,7 +33,6 @@ from fastjax.kernels.attention.pallas_triton_masks import (
     query_bits,
 )
 from fastjax.kernels.attention.pallas_triton_parts import (
-    LOG2_E,
     Call,
     capped,
     load_rows,

@@ -1,6 +1,5 @@
 """What the attention kernels share: what a program knows, its arithmetic, and how it loads and stores rows."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from fastjax.kernels.attention.blocks import Tiles
-from fastjax.kernels.attention.options import Options
-
-LOG2_E = math.log2(math.e)
+from fastjax.kernels.attention.options import LOG2_E, Options
 
 
 @dataclass(frozen=True)

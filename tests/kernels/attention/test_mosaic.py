@@ -112,7 +112,6 @@ def test_what_it_cannot_do(monkeypatch, changes, words):
     monkeypatch.setattr(mosaic_gpu, "target_is_gpu", lambda: True)
     monkeypatch.setattr(mosaic_gpu, "target_device", lambda: Gpu(changes.get("capability", "9.0")))
     monkeypatch.setattr(mosaic_gpu, "_cuda_version", lambda: changes.get("cuda", 13000))
-    monkeypatch.setattr(mosaic_gpu, "triton_reason", lambda: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     head_dim = changes.get("head_dim", 64)
     query = jax.ShapeDtypeStruct((1, 16, 4, head_dim), changes.get("dtype", "bfloat16"))
