@@ -26,6 +26,11 @@ class PlanConfig(TrainConfig):
         if self.gpu not in TARGETS:
             given = f"gpu={self.gpu!r} is unknown" if self.gpu else "gpu is missing"
             raise UserError(f"{given}; give one of {', '.join(TARGETS)}")
+        if self.grad_compression != "none":
+            raise UserError(
+                f"grad_compression={self.grad_compression}: a plan does not count the errors that a run keeps; "
+                "leave it out, and add 4 bytes for each trained number of a device and a part of that"
+            )
         dataclasses.replace(self, data=self.data or "-", output_dir=self.output_dir or "-")._validate_run()
 
     def _validate_run(self) -> None:

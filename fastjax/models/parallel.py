@@ -160,7 +160,7 @@ class Parallel:
         flat, treedef = jax.tree_util.tree_flatten_with_path(gradients)
         by_axes: dict[tuple[str, ...], list[int]] = {}
         for index, (path, _) in enumerate(flat):
-            by_axes.setdefault(self._gradient_axes(leaf_name(path)), []).append(index)
+            by_axes.setdefault(self.gradient_axes(leaf_name(path)), []).append(index)
         leaves = [leaf for _, leaf in flat]
         for axes, indices in by_axes.items():
             summed = jax.lax.psum([leaves[index] for index in indices], axes) if axes else []
@@ -172,7 +172,7 @@ class Parallel:
         """Sums over the whole batch, from those over this device's rows."""
         return sums if self.layout is None else jax.lax.psum(sums, BATCH_AXES)
 
-    def _gradient_axes(self, name: str) -> tuple[str, ...]:
+    def gradient_axes(self, name: str) -> tuple[str, ...]:
         """The mesh axes over which a gradient is still to be summed; that of a stored part is summed over `fsdp`."""
         assert self.layout is not None
         spec = self.specs[name]

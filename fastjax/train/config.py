@@ -198,6 +198,9 @@ class TrainConfig(RowConfig):
         None, "GiB of each device that remat=auto may fill; none: what the allocator has", above=0
     )
 
+    grad_compression: Literal["none", "int8", "int4"] = setting(
+        "none", "sum the gradients of method=full over the data axis in 8 or 4 bits, errors carried to the next step"
+    )
     nonfinite: Literal["stop", "skip"] = setting(
         "stop", "on a loss or gradient that is not finite: stop (exit code 4), or skip the update and count it"
     )
@@ -237,6 +240,11 @@ class TrainConfig(RowConfig):
         self._validate_lora()
         self._validate_evaluation()
         self._validate_override()
+        if self.grad_compression != "none" and self.method != "full":
+            raise UserError(
+                f"grad_compression={self.grad_compression} with method={self.method}, whose gradients are those of "
+                "small adapters: rounding them would save nothing; leave it out, or use method=full"
+            )
         self.place  # noqa: B018  (parses it, raises)
         if self.html is not None and self.inspect is None:
             raise UserError(f"html={self.html!r} without inspect; say with --inspect N how many rows the page shows")

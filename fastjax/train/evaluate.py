@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from fastjax.errors import UserError
-from fastjax.train.mesh import put_batch
+from fastjax.train.mesh import put_batch, shares_threads
 from fastjax.train.step import EvalStep
 
 # Batches on their way at once: enough to keep the device busy, few enough that memory does not grow with the rows.
@@ -50,11 +50,12 @@ def evaluate(
         total += float(sums["loss_sum"])
         num_targets += int(sums["num_target_tokens"])
 
+    in_flight = 0 if shares_threads(mesh) else _IN_FLIGHT
     for batch in batches:
         if stop():
             return None
         pending.append(step(trainable, frozen, put_batch(batch, mesh)))
-        if len(pending) > _IN_FLIGHT:
+        if len(pending) > in_flight:
             settle()
     while pending:
         settle()

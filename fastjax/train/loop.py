@@ -15,10 +15,13 @@ from fastjax.hosts.watch import lost
 from fastjax.models.decoder import CausalLM
 from fastjax.models.host import place
 from fastjax.models.lora import LoraConfig, split_trainable
+from fastjax.models.parallel import Parallel
 from fastjax.models.quantized import is_quantized
 from fastjax.models.remat import AUTO, parse_plan
+from fastjax.models.sharding import Layout
 from fastjax.train.agreed_stop import AgreedStop
 from fastjax.train.best import Best, best_of
+from fastjax.train.compressed import CompressedState, no_residuals
 from fastjax.train.config import TrainConfig
 from fastjax.train.data import Dataset, TrainingRows, steps_per_epoch, train_batches
 from fastjax.train.memory import Need, out_of_memory
@@ -75,6 +78,11 @@ class Trainer:
         self.start, self.say = start, say if is_first() else _say_nothing
         self.mesh = mesh or config_mesh(config, model.config, config.method, quantized=is_quantized(model))
         check_covers_processes(self.mesh)
+        if config.grad_compression != "none" and self.mesh.shape["data"] == 1:
+            raise UserError(
+                f"grad_compression={config.grad_compression} and a mesh with data=1: gradients are summed in few bits "
+                "over the data axis alone; use data=N with N of 2 or more, or leave grad_compression out"
+            )
         shards = num_batch_shards(self.mesh)
         self.batch_size = config.per_device_train_batch_size * shards
         self.eval_batch_size = config.per_device_eval_batch_size * shards
@@ -249,10 +257,18 @@ class Trainer:
         config, mesh = self.model.config, self.mesh
         trainable = place(trainable, trained_shardings(config, mesh, trainable))
         rng = jax.jit(lambda: jax.random.key(self.config.seed), out_shardings=replicated(mesh))()
-        shapes = jax.eval_shape(self.optimizer.init, trainable)
+
+        def init(trainable: Any) -> Any:
+            states = self.optimizer.init(trainable)
+            if self.config.grad_compression == "none":
+                return states
+            layout = Layout.of(config, mesh)
+            return CompressedState(states, no_residuals(Parallel.of(layout, trainable, {}), mesh, trainable))
+
+        shapes = jax.eval_shape(init, trainable)
         places = state_shardings(config, mesh, shapes, trainable)
         if checkpoint is None:
-            opt_state = jax.jit(self.optimizer.init, out_shardings=places)(trainable)
+            opt_state = jax.jit(init, out_shardings=places)(trainable)
             return TrainState(trainable, opt_state, rng, 0, {})
         shapes = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places

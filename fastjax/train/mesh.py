@@ -8,15 +8,17 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fastjax.errors import UserError
-from fastjax.hosts.exchange import num_processes
+from fastjax.hosts.exchange import num_processes, smallest
 from fastjax.models.config import ModelConfig
 from fastjax.models.host import place
 from fastjax.models.sharding import AXES, BATCH_AXES, Layout, check_layout
+from fastjax.train.compressed import CompressedState
 from fastjax.train.config import RowConfig
 
 __all__ = [
     "AXES", "BATCH_AXES", "batch_sharding", "check_covers_processes", "config_mesh", "frozen_shardings", "local_rows",
-    "make_mesh", "num_batch_shards", "put_batch", "replicated", "state_shardings", "trained_shardings",
+    "make_mesh", "num_batch_shards", "put_batch", "replicated", "shares_threads", "state_shardings", "state_specs",
+    "trained_shardings",
 ]  # fmt: skip
 
 
@@ -53,8 +55,8 @@ def config_mesh(config: RowConfig, model: ModelConfig, method: str, *, quantized
     shape = config.mesh_shape
     if shape is None:
         num = len(jax.devices())
-        stats = jax.devices()[0].memory_stats() or {}
-        room = stats.get("bytes_limit")
+        # All processes must choose the same mesh.
+        room = smallest((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"))
         is_large = room is not None and _held_bytes(config, model, method, quantized) > room / 2
         shape = (1, num, 1) if is_large else (num, 1, 1)
     mesh = make_mesh(*shape)
@@ -75,6 +77,14 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def num_batch_shards(mesh: Mesh) -> int:
     """The number of data-parallel ranks."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def shares_threads(mesh: Mesh) -> bool:
+    """Whether the mesh's devices are parts of one CPU.
+
+    They share its threads then, and the collectives of two computations at once may wait for each other for ever.
+    """
+    return mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
 
 
 def put_batch(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
@@ -111,7 +121,15 @@ def frozen_shardings(config: ModelConfig, mesh: Mesh, frozen: Any) -> Any:
 
 def state_shardings(config: ModelConfig, mesh: Mesh, opt_state: Any, trainable: Any) -> Any:
     """Where each of the optimiser's states lies: with its weight."""
-    return _on(mesh, Layout.of(config, mesh).state_specs(opt_state, trainable))
+    return _on(mesh, state_specs(Layout.of(config, mesh), opt_state, trainable))
+
+
+def state_specs(layout: Layout, opt_state: Any, trainable: Any) -> Any:
+    """How each of the optimiser's states is split: as its weight, and residuals by device."""
+    if isinstance(opt_state, CompressedState):
+        residuals = jax.tree.map(lambda _: PartitionSpec(AXES), opt_state.residuals)
+        return CompressedState(layout.state_specs(opt_state.optimizer, trainable), residuals)
+    return layout.state_specs(opt_state, trainable)
 
 
 def _held_bytes(config: RowConfig, model: ModelConfig, method: str, quantized: bool) -> float:

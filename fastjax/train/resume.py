@@ -12,6 +12,7 @@ from flax import nnx
 
 from fastjax.models.checkpoint.tensors import quantization_of
 from fastjax.models.decoder import CausalLM
+from fastjax.models.host import to_host
 from fastjax.models.layers import Linear, TrainedParam
 from fastjax.models.lora import LoraConfig
 from fastjax.models.quantized import is_quantized
@@ -42,8 +43,11 @@ def fingerprint(
       batch_size: rows of a micro-batch over all devices: their number may change, if it does not change this.
     """
     adapter = None if lora is None else {"lora_r" if name == "r" else name: v for name, v in asdict(lora).items()}
+    # Left out where it is off: so a run that began before there was such a setting goes on.
+    compression = {} if config.grad_compression == "none" else {"grad_compression": config.grad_compression}
     return {
         **{name: getattr(config, name) for name in _NUMERICS},
+        **compression,
         "dtype": model.dtype.name,
         "model": model.config.to_hf(),
         "base_weights": None if config.method == "full" else _frozen_sample(model),
@@ -131,5 +135,5 @@ def _frozen_sample(model: CausalLM) -> int:
             continue
         for leaf in jax.tree.leaves(weight.get_value()):
             sample = leaf[:, :1] if leaf.ndim == 3 else leaf[:8]
-            crc = zlib.crc32(np.ascontiguousarray(np.asarray(jax.device_get(sample), np.float32)).tobytes(), crc)
+            crc = zlib.crc32(np.ascontiguousarray(np.asarray(to_host(sample), np.float32)).tobytes(), crc)
     return crc

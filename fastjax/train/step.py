@@ -13,9 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fastjax.models.parallel import ALONE, Parallel
 from fastjax.models.remat import RematPlan
-from fastjax.models.sharding import BATCH_AXES, Layout
+from fastjax.models.sharding import AXES, BATCH_AXES, Layout
+from fastjax.train.compressed import CompressedState, Residual, compressed_gradients
 from fastjax.train.loss import head_is_trained, loss_sum
-from fastjax.train.mesh import replicated
+from fastjax.train.mesh import replicated, state_specs
 from fastjax.train.optim import step_count
 
 Metrics = dict[str, jax.Array]
@@ -30,6 +31,7 @@ def make_train_step(
     mesh: Mesh,
     remat: str | RematPlan = "none",
     skip_nonfinite: bool = False,
+    gradient_bits: int | None = None,
 ) -> TrainStep:
     """The jitted function (trainable, opt_state, frozen, batch, rng) -> (trainable, opt_state, metrics).
 
@@ -44,8 +46,11 @@ def make_train_step(
     clipping, of the trainable leaves), finite bool (false if the loss, a gradient or an updated leaf is NaN or
     infinite).
 
-    Args: skip_nonfinite: where `finite` is false the weights and moments stay as they were. The step still counts, so
-      that the next one has its own learning rate and dropout bits.
+    Args:
+      skip_nonfinite: where `finite` is false the weights and moments stay as they were. The step still counts, so that
+        the next one has its own learning rate and dropout bits.
+      gradient_bits: 8 or 4: gradients are summed over the rows' devices in so many bits, and `opt_state` is a
+        `CompressedState`. None sums them as they are.
     """
 
     def step(
@@ -53,15 +58,20 @@ def make_train_step(
     ) -> tuple[Any, Any, Metrics]:
         rng = jax.random.fold_in(rng, step_count(opt_state))
         run = _Sharded.of(graphdef, trainable, frozen, mesh)
-        gradients, metrics = run.map(
-            partial(_summed_gradients, graphdef, remat, run.parallel), (trainable, frozen, batch, rng),
-            (run.trained, PartitionSpec()),
-        )  # fmt: skip
+        residuals = {} if gradient_bits is None else opt_state.residuals
+        gradients, residuals, metrics = run.map(
+            partial(_summed_gradients, graphdef, remat, run.parallel, gradient_bits),
+            (trainable, frozen, batch, (rng, residuals)),
+            (run.trained, PartitionSpec(AXES), PartitionSpec()),
+            last=(PartitionSpec(), PartitionSpec(AXES)),
+        )
         count = jnp.maximum(metrics["num_target_tokens"], 1)
         gradients = jax.tree.map(lambda g: g / count, gradients)
         grad_norm = optax.tree.norm(gradients)
         opt_state_before = opt_state
-        updates, opt_state = optimizer.update(gradients, opt_state, trainable)
+        inner = opt_state if gradient_bits is None else opt_state.optimizer
+        updates, inner = optimizer.update(gradients, inner, trainable)
+        opt_state = inner if gradient_bits is None else CompressedState(inner, residuals)
         updated = optax.apply_updates(trainable, updates)
         finite = jnp.isfinite(metrics["loss_sum"]) & jnp.isfinite(grad_norm)
         for leaf in jax.tree.leaves(updated):
@@ -81,12 +91,17 @@ def _summed_gradients(
     graphdef: Any,
     remat: str | RematPlan,
     parallel: Parallel,
+    gradient_bits: int | None,
     trainable: Any,
     frozen: Any,
     batch: dict[str, jax.Array],
-    rng: jax.Array,
-) -> tuple[Any, Metrics]:
-    """(float32 gradients, sums) over all micro-batches and devices; on a mesh, each device's part of the former."""
+    rng_and_residuals: tuple[jax.Array, dict[str, Residual]],
+) -> tuple[Any, dict[str, Residual], Metrics]:
+    """(float32 gradients, residuals, sums) over all micro-batches and devices.
+
+    On a mesh, each device's part of the first two.
+    """
+    rng, residuals = rng_and_residuals
 
     def micro_loss(
         trainable: Any, frozen: Any, batch: dict[str, jax.Array], rng: jax.Array
@@ -115,7 +130,10 @@ def _summed_gradients(
         )
     gradients, sums = totals
     # Once for all micro-batches.
-    return parallel.summed_gradients(gradients), parallel.summed_over_rows(sums)
+    sums = parallel.summed_over_rows(sums)
+    if gradient_bits is None:
+        return parallel.summed_gradients(gradients), {}, sums
+    return *compressed_gradients(parallel, gradients, residuals, gradient_bits), sums
 
 
 @dataclass(frozen=True)
@@ -139,17 +157,24 @@ class _Sharded:
         parallel = ALONE if mesh.size == 1 else Parallel.of(layout, trainable, frozen)
         return cls(mesh, parallel, trained, kept, layout)
 
-    def map(self, function: Callable[..., Any], arguments: tuple[Any, Any, dict[str, jax.Array], Any], out: Any) -> Any:
-        """function(trainable, frozen, batch, rng) on every device's parts.
+    def map(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, Any, dict[str, jax.Array], Any],
+        out: Any,
+        last: Any = None,
+    ) -> Any:
+        """function(trainable, frozen, batch, the rest) on every device's parts.
 
         Args:
-          arguments: the batch's arrays have their rows in dimension 1; the last is whole everywhere.
+          arguments: the batch's arrays have their rows in dimension 1.
           out: how what it returns is put together.
+          last: how the last argument is split; None: it is whole everywhere.
         """
         if self.mesh.size == 1:
             return function(*arguments)
         rows = jax.tree.map(lambda _: PartitionSpec(None, BATCH_AXES), arguments[2])
-        specs = (self.trained, self.frozen, rows, PartitionSpec())
+        specs = (self.trained, self.frozen, rows, PartitionSpec() if last is None else last)
         return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)(*arguments)
 
     def placed(self, trainable: Any, opt_state: Any, metrics: Metrics) -> tuple[Any, Any, Metrics]:
@@ -159,7 +184,7 @@ class _Sharded:
         place = lambda tree, specs: jax.tree.map(  # noqa: E731
             lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)), tree, specs
         )
-        states = self.layout.state_specs(opt_state, trainable)
+        states = state_specs(self.layout, opt_state, trainable)
         whole = jax.tree.map(lambda _: PartitionSpec(), metrics)
         return place(trainable, self.trained), place(opt_state, states), place(metrics, whole)
 

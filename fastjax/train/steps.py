@@ -16,13 +16,14 @@ from fastjax.models.decoder import CausalLM
 from fastjax.models.remat import AUTO, RematPlan, parse_plan
 from fastjax.train.agreed_stop import AgreedStop
 from fastjax.train.best import Best
+from fastjax.train.compressed import BITS
 from fastjax.train.config import TrainConfig
 from fastjax.train.data import Batches, Dataset, eval_batches
 from fastjax.train.evaluate import EvalResult, evaluate
 from fastjax.train.feed import Feed
 from fastjax.train.health import Health
 from fastjax.train.memory import Need, savings
-from fastjax.train.mesh import batch_sharding, local_rows, num_batch_shards, put_batch
+from fastjax.train.mesh import batch_sharding, local_rows, num_batch_shards, put_batch, shares_threads
 from fastjax.train.metrics import Interval, MetricsFile, make_writer, plot_loss
 from fastjax.train.plan.abstract import abstract_batch
 from fastjax.train.plan.auto import auto_step
@@ -100,7 +101,14 @@ class Run:
 
         def make(plan: RematPlan) -> TrainStep:
             skip = config.nonfinite == "skip"
-            return make_train_step(graphdef, setup.optimizer, mesh=self.mesh, remat=plan, skip_nonfinite=skip)
+            return make_train_step(
+                graphdef,
+                setup.optimizer,
+                mesh=self.mesh,
+                remat=plan,
+                skip_nonfinite=skip,
+                gradient_bits=BITS.get(config.grad_compression),
+            )
 
         if config.remat != AUTO:
             return make(parse_plan(config.remat))
@@ -127,12 +135,15 @@ class Run:
         begin = time.perf_counter()
         self.since = begin - self.interval.seconds
         every, total = self.config.logging_steps, self.setup.total_steps
+        one_at_a_time = shares_threads(self.mesh)
         # A run that was stopped between a step and its evaluation still owes it.
         self._evaluate_if_due(stop)
         while self._has_steps_left() and not stop.requested():
             self.trainable, self.opt_state, metrics = self.train_step(
                 self.trainable, self.opt_state, self.frozen, self.feed.take(), self.rng
             )
+            if one_at_a_time:
+                jax.block_until_ready(metrics)
             self.step += 1
             if self.step < total:
                 self.feed.prepare()
