@@ -112,7 +112,7 @@ from pathlib import Path
 from fastjax.train.__main__ import main
 model, rows, folder, names = sys.argv[1:]
 
-def run(name, compression, steps, *more, mesh="data=4,fsdp=2"):
+def run(name, compression, steps, *more, mesh="data=8"):
     flags = {
         "model": model, "data": rows, "output_dir": f"{folder}/{name}", "method": "full", "dtype": "float32",
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_seq_length": 64, "mesh": mesh,
