@@ -62,8 +62,8 @@ def test_values_and_input_gradient(implementation, num_rows, shape, dtype, quant
     ("num_rows", "shape", "tiles", "quant_type", "rank"),
     [
         # Several steps a warp and a rest; scales' codes four at a time; rows of W and of x past the end; an adapter.
-        (1, (40, 896), FewRowsTiles(num_warps=1, groups=1, row_tiles=2, blocks=4), "nf4", 0),
-        (17, (33, 512), FewRowsTiles(num_warps=2, groups=2, row_tiles=2, blocks=8), "fp4", 19),
+        (5, (40, 896), FewRowsTiles(in_warps=2, row_warps=2, row_tiles=1, columns=4), "nf4", 3),
+        (17, (33, 1280), FewRowsTiles(in_warps=1, row_warps=2, row_tiles=2, columns=16), "fp4", 19),
     ],
 )
 def test_tiles_of_the_kernel_for_few_rows(num_rows, shape, tiles, quant_type, rank, interpret):
@@ -72,7 +72,9 @@ def test_tiles_of_the_kernel_for_few_rows(num_rows, shape, tiles, quant_type, ra
     adapter = None
     if rank:
         keys = jax.random.split(jax.random.key(9), 2)
-        adapter = tuple(jax.random.normal(keys[i], (size, rank), jnp.bfloat16) for i, size in ((0, num_rows), (1, 33)))
+        adapter = tuple(
+            jax.random.normal(keys[i], (size, rank), jnp.bfloat16) for i, size in ((0, num_rows), (1, shape[0]))
+        )
         expected += np.asarray(adapter[0], np.float64) @ np.asarray(adapter[1], np.float64).T
     y = jax.jit(lambda x: quant_matmul_pallas(x, weight, adapter, tiles=tiles, interpret=interpret))(x)
     close(y, expected, "bfloat16")

@@ -30,16 +30,27 @@ class FewRowsTiles:
     """Of one program of the few-rows kernel.
 
     Attributes:
-      num_warps: of 32 threads, which share `in`; num_warps * groups <= 16.
-      groups: of 8 rows of x: 1 or 2.
-      row_tiles: of 16 rows of W; a multiple of `groups`.
-      blocks: quantisation blocks of 64 that a warp reads a step ahead: 4 or 8.
+      in_warps: warps that share `in`.
+      row_warps: warps side by side along W's rows, reading the same x; 2 <= in_warps * row_warps <= 16.
+      row_tiles: of 16 rows of W, a warp: 1 or an even number.
+      columns: rows of x: 4, 8 or 16.
+      splits: programs that share one tile of y, each with its part of `in`.
     """
 
-    num_warps: int
-    groups: int
+    in_warps: int
+    row_warps: int
     row_tiles: int
-    blocks: int
+    columns: int
+    splits: int = 1
+
+    @property
+    def num_warps(self) -> int:
+        return self.in_warps * self.row_warps
+
+    @property
+    def shares(self) -> int:
+        """Warps that share `in`, of all programs."""
+        return self.in_warps * self.splits
 
 
 @dataclass(frozen=True)
@@ -79,14 +90,17 @@ def forward_tiles(num_rows: int, shape: tuple[int, int], dtype: jnp.dtype) -> Ti
 
 
 def _few_rows_tiles(num_rows: int, num_out: int, num_in: int) -> FewRowsTiles:
-    """As many warps a program as keep all programs on the multiprocessors at once, about 14 warps each."""
-    groups = 1 if num_rows <= 8 else 2
-    num_blocks = -(-num_in // BLOCK_SIZE)
-    programs = -(-num_out // (16 * groups))
-    num_warps = 2
-    while num_warps < 8 and num_warps * programs < 2000 // groups and num_warps * 4 < num_blocks:
-        num_warps *= 2
-    return FewRowsTiles(num_warps=num_warps, groups=groups, row_tiles=groups, blocks=4)
+    """As many rows of W a program as let all programs of an H200, 132 multiprocessors, run at once."""
+    # One row has a form of its own; more rows read x more often, and more rows of W a warp share what it read.
+    columns, row_tiles, programs = (4, 1, 264) if num_rows == 1 else (8, 1, 264) if num_rows <= 8 else (16, 2, 132)
+    row_warps = 1
+    while row_warps < 8 and num_out > 16 * row_tiles * row_warps * programs:
+        row_warps *= 2
+    num_steps = -(-num_in // (4 * BLOCK_SIZE))
+    in_warps = 8 // row_warps
+    while in_warps > max(num_steps, 3 - row_warps):
+        in_warps //= 2
+    return FewRowsTiles(in_warps=in_warps, row_warps=row_warps, row_tiles=row_tiles, columns=columns)
 
 
 def gradient_tiles(num_rows: int) -> GradientTiles:

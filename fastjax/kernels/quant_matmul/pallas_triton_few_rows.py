@@ -17,8 +17,7 @@ Decoding: a byte, two weights, is looked up in shared memory, where each lane ha
 that no two lanes meet in a bank.
 """
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,33 +26,35 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from fastjax.kernels.nf4.pallas_triton import absmax_operands, codes_operand, layer_index, load_absmax
-from fastjax.kernels.nf4.reference import decode_absmax
 from fastjax.kernels.nf4.tables import BLOCK_SIZE, CODES, NESTED_BLOCK_SIZE
 from fastjax.kernels.nf4.weight import QuantizedWeight
 from fastjax.kernels.quant_matmul.blocks import FewRowsTiles
 from fastjax.kernels.quant_matmul.pallas_triton_warp import (
     Asm,
-    Lanes,
-    adapter_product,
+    add_scaled,
+    argument,
     asm_call,
+    decode,
+    exchange,
+    fold,
+    low_and_high,
     make_lanes,
-    product,
-    product_interpreted,
+    multiply,
 )
 
 _WORDS = BLOCK_SIZE // 8
 _ROWS = 16
-_COLUMNS = 8
+# Blocks of `in` that a warp takes a step: one uint32 holds their codes of nested scales.
+_STEP = 4
 
 
-def _fill_tables(table_ref, nested_table: jax.Array | None, tiles: FewRowsTiles) -> jax.Array:
-    """Writes the tables to shared memory; 4 * lane, int32, which all readers take so that they come later.
+def _fill_tables(table_ref, nested_table: jax.Array | None, num_warps: int) -> jax.Array:
+    """Writes the tables to shared memory; uint32 with 4 * lane in each byte, which all readers take to come later.
 
     nested_table: of the block scales, [256] repeated, or None.
     """
-    size = 128 * tiles.num_warps * tiles.groups
-    threads, pack = 32 * tiles.num_warps, 4 * tiles.groups
-    declared = []
+    size, threads = 128 * num_warps, 32 * num_warps
+    declared = [".shared .align 16 .b8 nf4_pairs[32768];"]
     asm = Asm()
     thread = asm.emit("mov.u32", "%tid.x")
     values = []
@@ -61,86 +62,69 @@ def _fill_tables(table_ref, nested_table: jax.Array | None, tiles: FewRowsTiles)
         declared.append(".shared .align 16 .b8 nf4_nested[1024];")
         values.append(nested_table)
         place = asm.emit("mad.lo.u32", asm.emit("and.b32", thread, "63"), "16", asm.emit("mov.u32", "nf4_nested"))
-        asm.lines.append(f"st.shared.v4.b32 [{place}], {{{', '.join(f'${pack + k}' for k in range(4))}}};")
-    declared.append(".shared .align 16 .b8 nf4_pairs[32768];")
+        asm.lines.append(f"st.shared.v4.b32 [{place}], {{{', '.join(argument(1, k) for k in range(4))}}};")
     e = jnp.arange(size)
-    order = (jax.lax.div(e, 4 * threads) * 4 + jax.lax.rem(e, 4)) * threads + jax.lax.rem(jax.lax.div(e, 4), threads)
+    order = jax.lax.rem(e, 4) * threads + jax.lax.div(e, 4)
     place = asm.emit("mad.lo.u32", thread, "16", asm.emit("mov.u32", "nf4_pairs"))
-    # Eight stores of 16 bytes an entry.
+    # Eight stores of 16 bytes an entry; 256 bytes hold two entries, i and 128 + i.
     for array in range(2048 // size):
-        values.append(plgpu.load(table_ref.at[jax.lax.div(order + array * size, 8)]))
-        for k in range(pack):
-            v = f"${len(values) * pack + k}"
+        chunk = order + array * size
+        entry = jax.lax.div(chunk, 16) + 128 * jax.lax.rem(jax.lax.div(chunk, 8), 2)
+        values.append(plgpu.load(table_ref.at[entry]))
+        for k in range(4):
+            v = argument(len(values), k)
             stored = f"[{place}+{16 * (array * size + k * threads)}], {{{v}, {v}, {v}, {v}}}"
             asm.lines.append(f"st.shared.v4.b32 {stored};")
     asm.lines.append("bar.sync 0;")
-    offset = asm.emit("shl.b32", asm.emit("and.b32", thread, "31"), "2")
-    asm.lines += [f"mov.u32 ${k}, {offset};" for k in range(pack)]
-    kinds = ["=r", *("f" if v.dtype == jnp.float32 else "r" for v in values)]
-    constraints = ",".join(kind for kind in kinds for _ in range(pack))
-    return asm_call("\n".join([*declared, asm.text()]), constraints, values, pack, jnp.int32)
+    asm.give([asm.emit("mul.lo.u32", asm.emit("and.b32", thread, "31"), "0x04040404")] * 4)
+    return asm_call("\n".join([*declared, asm.text()]), values, jnp.uint32)
 
 
-def _nested_value(code: jax.Array, offset: jax.Array) -> jax.Array:
-    """The nested table's float32 values of int32 codes, from shared memory."""
-    text = """{
-.reg .b32 place;
-mov.u32 place, nf4_nested;
-mad.lo.u32 place, $1, 4, place;
-ld.shared.f32 $0, [place];
-}"""
-    return asm_call(text, "=f,r,r", [code, offset], 1, jnp.float32)
-
-
-def _load_scales(absmax_refs, block, words) -> tuple[jax.Array, ...]:
-    """What `_scales` needs of these blocks; words: where uint32 absmax has four codes of each row, None otherwise."""
-    if words is None:
-        return (load_absmax(absmax_refs, block),)
-    layer = layer_index(absmax_refs)
-    codes = plgpu.load(absmax_refs[0].at[layer, words])
-    return codes, plgpu.load(absmax_refs[1].at[layer, block // NESTED_BLOCK_SIZE])
-
-
-def _scales(absmax_refs, loaded, lanes: Lanes, table_offset: Callable, interpret: bool) -> jax.Array:
-    """float32 scales, the lane's own one of four codes."""
-    if len(loaded) == 1:
-        return loaded[0]
-    layer = layer_index(absmax_refs)
-    code = (loaded[0] >> (8 * lanes.t).astype(jnp.uint32)).astype(jnp.int32) & 255
-    value = plgpu.load(absmax_refs[3].at[layer, code]) if interpret else _nested_value(code, table_offset())
-    return decode_absmax(value, loaded[1], absmax_refs[2][layer, 0])
+def _nested_scale(code, scale, offset, lane_bytes) -> jax.Array:
+    """table[code] * scale + offset, the nested table being in shared memory."""
+    asm = Asm()
+    table = asm.emit("mov.u32", "nf4_nested")
+    values = []
+    for k in range(4):
+        place = asm.emit("mad.lo.u32", argument(1, k), "4", table)
+        value = asm.emit("ld.shared.f32", f"[{place}]", kind="f32")
+        values.append(asm.emit("fma.rn.f32", value, argument(2, k), argument(3, k), kind="f32"))
+    asm.give(values, "f32")
+    return asm_call(asm.text(), [code, scale, jnp.full_like(scale, offset), lane_bytes], jnp.float32)
 
 
 def _kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: FewRowsTiles, rank: int, interpret: bool):
-    """Owns y[8 * groups rows of x, 16 * row_tiles rows of W] in float32: the warps share `in` and add up at the end."""
+    """Owns y[tiles.columns rows of x, 16 * row_tiles * row_warps rows of W] in float32, for one part of `in`.
+
+    The warps' sums over their shares of `in` are added at the end.
+    """
     *inputs, out_ref = refs
     absmax_refs, adapter_refs = (inputs[:-2], inputs[-2:]) if rank else (inputs, [])
-    groups, num_warps, row_tiles = tiles.groups, tiles.num_warps, tiles.row_tiles
+    row_tiles, num_warps = tiles.row_tiles, tiles.num_warps
+    # With up to 4 rows of x, columns 0-3 of a product are of the first block of a pair and 4-7 of the second.
+    paired = tiles.columns == 4
+    groups = pl.cdiv(tiles.columns, 8)
+    num_units, num_words = (2, 4) if paired else (4, 2)
     num_out, num_in = shape
     num_blocks = num_in // BLOCK_SIZE
-    blocks_per_warp = pl.cdiv(num_blocks, num_warps * 2) * 2
-    whole = blocks_per_warp * num_warps == num_blocks
+    num_steps = _num_steps(num_blocks, tiles)
+    whole = num_steps * tiles.shares * _STEP == num_blocks
     layer = layer_index(absmax_refs)
-    lanes = make_lanes(num_warps, groups)
+    lanes = make_lanes(num_warps)
     four_codes = absmax_refs[0].dtype == jnp.uint32
-
-    @cache
-    def table_offset():
-        if interpret:
-            return lanes.t
-        e = jnp.arange(128 * num_warps * groups)
-        nested = plgpu.load(absmax_refs[3].at[layer, jax.lax.rem(e, 256)]) if four_codes else None
-        return _fill_tables(table_ref, nested, tiles)
-
-    x_row = (pl.program_id(1) * groups + lanes.group) * _COLUMNS + lanes.g
-    x_row = x_row if num_rows % (_COLUMNS * groups) == 0 else jnp.minimum(x_row, num_rows - 1)
-    first_row = pl.program_id(0) * _ROWS * row_tiles
-    begin = lanes.warp * blocks_per_warp
     is_flat = len(words_ref.shape) == 1
+    part = pl.program_id(1)
+    first_x_row = pl.program_id(2) * tiles.columns
+    rows_per_warp = _ROWS * row_tiles
+    row_warp = pl.program_id(0) * tiles.row_warps + jax.lax.div(lanes.warp, tiles.in_warps)
+    share = part * tiles.in_warps + jax.lax.rem(lanes.warp, tiles.in_warps)
 
     def weight_row(tile, half):
-        row = first_row + _ROWS * tile + lanes.g + 8 * half
-        return row if num_out % (_ROWS * row_tiles) == 0 else jnp.minimum(row, num_out - 1)
+        row = row_warp * rows_per_warp + _ROWS * tile + lanes.g + 8 * half
+        return row if num_out % (rows_per_warp * tiles.row_warps) == 0 else jnp.minimum(row, num_out - 1)
+
+    def block_of(step):
+        return (step * tiles.shares + share) * _STEP
 
     def inside(block):
         return block if whole else jnp.minimum(block, num_blocks - 1)
@@ -148,90 +132,148 @@ def _kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Few
     # What does not change from load to load, so that an address costs one addition.
     word_bases = []
     for tile in range(row_tiles):
-        for half in range(2) if groups == 1 else (lanes.group,):
+        for half in range(2):
             base = weight_row(tile, half) * (num_blocks * _WORDS) + 4 * jax.lax.rem(lanes.t, 2) + lanes.j
             word_bases.append(base + layer * (num_out * num_blocks * _WORDS) if is_flat else base)
-    # After the exchange between lanes, lane t has the words from 4 (t mod 2) + 2 (t / 2) on.
-    x_base = x_row * (num_in // 2) + 16 * jax.lax.rem(lanes.t, 2) + 8 * jax.lax.div(lanes.t, 2) + lanes.j
-    scale_rows = []
-    for tile in range(0, row_tiles, groups):
-        rows = (weight_row(tile, lanes.half), weight_row(tile + lanes.half, lanes.group))
-        scale_rows.append(rows[groups - 1])
-    multiply = product_interpreted if interpret else product
+    if paired:
+        x_word, x_step = 4 * lanes.t, 4
+        x_rows = [first_x_row + jax.lax.rem(lanes.g, 4)]
+        x_mask = jax.lax.div(lanes.g, 4) == jax.lax.div(lanes.t, 2)
+    else:
+        x_word, x_step = 4 * jax.lax.rem(lanes.t, 2) + jax.lax.div(lanes.t, 2), 8
+        x_rows = [first_x_row + group * 8 + lanes.g for group in range(groups)]
+        x_mask = None
+    x_masks = [x_mask if num_rows % tiles.columns == 0 else _both(x_mask, row < num_rows) for row in x_rows]
+    if paired:
+        # Element (half, side) is of block 2 * side + t / 2 of a step.
+        scale_rows = [weight_row(tile, lanes.half) for tile in range(row_tiles)]
+        scale_block = 2 * lanes.side + jax.lax.div(lanes.t, 2)
+    else:
+        # Element (half, side) is of tile 2i + side, block t of a step.
+        of_side = lanes.side if row_tiles > 1 else 0
+        scale_rows = [weight_row(tile + of_side, lanes.half) for tile in range(0, row_tiles, 2)]
+        scale_block = lanes.t
+    offset = absmax_refs[2][layer, 0] if four_codes else None
 
-    def load_words(pair):
-        block = inside(begin + pair + jax.lax.div(lanes.t, 2)) * _WORDS
+    def load_words(step, pair):
+        block = inside(block_of(step) + 2 * pair + jax.lax.div(lanes.t, 2)) * _WORDS
         return [plgpu.load(words_ref.at[b + block] if is_flat else words_ref.at[layer, b + block]) for b in word_bases]
 
-    def load_x(pair):
-        places = [x_base + inside(begin + pair + i) * (BLOCK_SIZE // 2) for i in range(2)]
-        return [plgpu.load(x_ref.at[place + 4 * side]) for place in places for side in range(2)]
+    def load_x(step, unit):
+        block = block_of(step + unit // num_units) + unit % num_units * (_STEP // num_units)
+        block = inside(block + jax.lax.div(lanes.t, 2)) - jax.lax.div(lanes.t, 2) if paired else inside(block)
+        place = block * (BLOCK_SIZE // 2) + 4 * x_word + lanes.j
+        loaded = []
+        for row, mask in zip(x_rows, x_masks, strict=True):
+            at = [x_ref.at[row * (num_in // 2) + place + x_step * word] for word in range(num_words)]
+            loaded.append([plgpu.load(ref, mask=mask, other=None if mask is None else jnp.uint32(0)) for ref in at])
+        return loaded
 
-    def load(start, num: int):
-        """The words and scales of `num` <= 8 blocks from place `start` of each warp's part on."""
-        words = [load_words(start + pair) for pair in range(0, num, 2)]
-        block = begin + 4 * lanes.side + lanes.t + start
-        block_inside = block if whole and num == 8 else jnp.minimum(block, num_blocks - 1)
-        scales = []
+    def load_scales(step):
+        if not four_codes:
+            block = inside(block_of(step) + scale_block)
+            return [(load_absmax(absmax_refs, row * num_blocks + block),) for row in scale_rows]
+        loaded = []
         for row in scale_rows:
-            place = None
+            block = row * num_blocks + (block_of(step) if whole else jnp.minimum(block_of(step), num_blocks - _STEP))
+            codes = plgpu.load(absmax_refs[0].at[layer, jax.lax.div(block, _STEP)])
+            loaded.append((codes, plgpu.load(absmax_refs[1].at[layer, jax.lax.div(block, NESTED_BLOCK_SIZE)])))
+        return loaded
+
+    def scales_of(loaded, step):
+        scales = []
+        for each in loaded:
+            scale = each[0]
             if four_codes:
-                place = jax.lax.div(row * num_blocks + begin + start, 4)
-                place = place + (lanes.side if num > 4 else 0)
-                place = place if whole else jnp.minimum(place, num_out * num_blocks // 4 - 1)
-            scales.append(_load_scales(absmax_refs, row * num_blocks + block_inside, place))
-        return words, scales
+                code = (each[0] >> (8 * scale_block).astype(jnp.uint32)).astype(jnp.int32) & 255
+                if interpret:
+                    scale = plgpu.load(absmax_refs[3].at[layer, code]) * each[1] + offset
+                else:
+                    scale = _nested_scale(code, each[1], offset, lane_bytes)
+            scales.append(scale if whole else jnp.where(block_of(step) + scale_block < num_blocks, scale, 0.0))
+        return scales
 
-    def add(loaded, start, totals, num: int):
-        """Adds the products of these blocks."""
-        words, scales = loaded
-        xs = load_x(start)
-        scales = [_scales(absmax_refs, scale, lanes, table_offset, interpret) for scale in scales]
-        if not whole:
-            block = begin + 4 * lanes.side + lanes.t + start
-            scales = [jnp.where(block < num_blocks, scale, 0.0) for scale in scales]
-        for i, pair in enumerate(range(0, num, 2)):
-            xs_ahead = load_x(start + pair + 2) if pair + 2 < num else xs
-            for tile in range(row_tiles):
-                per_tile = words[i][2 * tile : 2 * tile + 2] if groups == 1 else words[i][tile : tile + 1]
-                arguments = (totals[tile], per_tile, scales[tile // groups], table_offset(), xs, table_ref)
-                total = multiply(*arguments, tiles, tile % groups, pair)
-                totals = (*totals[:tile], total, *totals[tile + 1 :])
-            xs = xs_ahead
-        return totals
+    def operands(words, tile: int) -> list:
+        """For each unit of a pair of blocks: `decode`'s halves and the places of each word."""
+        first, second = words[2 * tile : 2 * tile + 2]
+        if paired:
+            halves = [low_and_high(rows, lane_bytes) for rows in (first, second)]
+            return [(halves, [(word, word) for word in range(4)])]
+        blocks = [low_and_high(block, lane_bytes) for block in exchange(first, second, interpret)]
+        return [([block] * 2, [(word, 2 + word) for word in range(2)]) for block in blocks]
 
-    totals = tuple(jnp.zeros((128 * num_warps * groups,), jnp.float32) for _ in range(row_tiles))
-    # The loads of a step are issued before the step ahead of it is worked on.
-    num_steps, rest = divmod(blocks_per_warp, tiles.blocks)
-    sizes = [tiles.blocks] * num_steps + [rest] * (rest > 0)
-    loaded = load(0, sizes[0])
-    table_offset()
+    def work(step, loaded, totals, ahead: bool):
+        """Adds a step's products; on the way, loads what the next step needs, and the x of the next unit."""
+        words, scales, x = loaded
+        scales = scales_of(scales, step)
+        next_scales = load_scales(step + 1) if ahead else None
+        next_words = []
+        for pair in range(_STEP // 2):
+            next_words.append(load_words(step + 1, pair) if ahead else None)
+            by_tile = [operands(words[pair], tile) for tile in range(row_tiles)]
+            for i in range(num_units // 2):
+                unit = pair * (num_units // 2) + i
+                next_x = load_x(step, unit + 1) if ahead or unit + 1 < num_units else None
+                for tile in range(row_tiles):
+                    halves, places = by_tile[tile][i]
+                    parts = [jnp.zeros_like(total) for total in totals[tile]]
+                    for word, place in enumerate(places):
+                        for half_word in range(2):
+                            weights = decode(halves, place, table_ref, half_word, interpret)
+                            for group, of_group in enumerate(x):
+                                parts[group] = multiply(parts[group], weights, of_group[word], half_word, interpret)
+                    scale = (scales[tile], unit, None) if paired else (scales[tile // 2], tile % 2, unit)
+                    sums = [
+                        add_scaled(*of_group, *scale, interpret) for of_group in zip(totals[tile], parts, strict=True)
+                    ]
+                    totals = [*totals[:tile], sums, *totals[tile + 1 :]]
+                x = next_x
+        return (next_words, next_scales, x), totals
+
+    loaded = [load_words(0, pair) for pair in range(_STEP // 2)], load_scales(0), load_x(0, 0)
+    lane_bytes = jnp.zeros((128 * num_warps,), jnp.uint32)
+    if not interpret:
+        e = jnp.arange(128 * num_warps)
+        nested = plgpu.load(absmax_refs[3].at[layer, jax.lax.rem(e, 256)]) if four_codes else None
+        lane_bytes = _fill_tables(table_ref, nested, num_warps)
+    totals = [[jnp.zeros((128 * num_warps,), jnp.float32)] * groups for _ in range(row_tiles)]
     done = 0
-    if num_steps > 2:
-
-        def body(i, carry):
-            loaded, totals = carry
-            ahead = load((i + 1) * tiles.blocks, tiles.blocks)
-            return ahead, add(loaded, i * tiles.blocks, totals, tiles.blocks)
-
+    if num_steps > 3:
         done = num_steps - 1
-        loaded, totals = jax.lax.fori_loop(0, done, body, (loaded, totals))
-    for i in range(done, len(sizes)):
-        ahead = load((i + 1) * tiles.blocks, sizes[i + 1]) if i + 1 < len(sizes) else None
-        totals = add(loaded, i * tiles.blocks, totals, sizes[i])
-        loaded = ahead
-    y_lanes = make_lanes(1, groups)
-    y_row = (pl.program_id(1) * groups + y_lanes.group) * _COLUMNS + 2 * y_lanes.t + y_lanes.side
-    for tile, total in enumerate(totals):
-        for first in range(0, rank, 16 * groups):
-            column = first // 2 + lanes.t + 4 * lanes.side
-            place = weight_row(tile, lanes.half) * (rank // 2) + column + 8 * lanes.group
-            lora_b = jnp.where(lanes.warp == 0, plgpu.load(adapter_refs[1].at[place]), 0)
-            xa = [plgpu.load(adapter_refs[0].at[x_row * (rank // 2) + column + 8 * i]) for i in range(groups)]
-            total = adapter_product(total, lora_b, xa, tiles, interpret)
-        y = jnp.sum(total.reshape(groups, num_warps, 128), axis=1).reshape(128 * groups)
-        row = first_row + _ROWS * tile + y_lanes.g + 8 * y_lanes.half
-        plgpu.store(out_ref.at[y_row, row], y.astype(out_ref.dtype), mask=(y_row < num_rows) & (row < num_out))
+        loaded, totals = jax.lax.fori_loop(0, done, lambda step, carry: work(step, *carry, True), (loaded, totals))
+    for step in range(done, num_steps):
+        loaded, totals = work(step, loaded, totals, step + 1 < num_steps)
+    if paired:
+        totals = [[fold(total, interpret) for total in of_tile] for of_tile in totals]
+    for first in range(0, rank, 16):
+        for tile in range(row_tiles):
+            column = first // 2 + lanes.t + 4 * lanes.half
+            lora_b = plgpu.load(adapter_refs[1].at[weight_row(tile, lanes.side) * (rank // 2) + column])
+            lora_b = jnp.where(share == 0, lora_b, 0)
+            for group, row in enumerate(x_rows):
+                row = first_x_row + lanes.g if paired else row
+                place = jnp.minimum(row, num_rows - 1) * (rank // 2) + first // 2 + lanes.t + 4 * lanes.side
+                totals[tile][group] = multiply(
+                    totals[tile][group], lora_b, plgpu.load(adapter_refs[0].at[place]), 0, interpret
+                )
+    y_lanes = make_lanes(tiles.row_warps)
+    for tile in range(row_tiles):
+        row = (pl.program_id(0) * tiles.row_warps + y_lanes.warp) * rows_per_warp + _ROWS * tile
+        row = row + y_lanes.g + 8 * y_lanes.half
+        for group in range(groups):
+            column = group * 8 + 2 * y_lanes.t + y_lanes.side
+            y_row = first_x_row + column
+            y = jnp.sum(totals[tile][group].reshape(tiles.row_warps, tiles.in_warps, 128), axis=1).reshape(-1)
+            mask = (y_row < num_rows) & (row < num_out) & (column < tiles.columns)
+            plgpu.store(out_ref.at[part, y_row, row], y.astype(out_ref.dtype), mask=mask)
+
+
+def _both(mask: jax.Array | None, other: jax.Array) -> jax.Array:
+    return other if mask is None else mask & other
+
+
+def _num_steps(num_blocks: int, tiles: FewRowsTiles) -> int:
+    return pl.cdiv(num_blocks, _STEP * tiles.shares)
 
 
 def words_operand(weight: QuantizedWeight) -> jax.Array:
@@ -245,11 +287,11 @@ def _pairs_of(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x.reshape(-1, 2), jnp.uint32)
 
 
-def _scale_operands(weight: QuantizedWeight, num_blocks: int, num_warps: int) -> tuple[jax.Array, ...]:
-    """As `absmax_operands`; nested codes are uint32, four at once, where each warp's part begins on such a word."""
+def _scale_operands(weight: QuantizedWeight, num_blocks: int) -> tuple[jax.Array, ...]:
+    """As `absmax_operands`; nested codes are uint32, a step's four at once, where rows begin on such a word."""
     codes, *others = absmax_operands(weight)
-    if weight.nested and num_blocks % 4 == 0 and pl.cdiv(num_blocks, num_warps * 2) * 2 % 4 == 0:
-        codes = jax.lax.bitcast_convert_type(codes.reshape(len(codes), -1, 4), jnp.uint32)
+    if weight.nested and num_blocks % _STEP == 0:
+        codes = jax.lax.bitcast_convert_type(codes.reshape(len(codes), -1, _STEP), jnp.uint32)
     return (codes, *others)
 
 
@@ -275,9 +317,9 @@ def few_rows_product(
     rank = 0
     operands: tuple[jax.Array, ...] = ()
     if adapter is not None:
-        rank = pl.cdiv(adapter[0].shape[1], 16 * tiles.groups) * 16 * tiles.groups
+        rank = pl.cdiv(adapter[0].shape[1], 16) * 16
         operands = tuple(_pairs_of(jnp.pad(v, ((0, 0), (0, rank - v.shape[1])))) for v in adapter)
-    return pl.pallas_call(
+    parts = pl.pallas_call(
         partial(
             _kernel,
             shape=weight.shape,
@@ -286,8 +328,14 @@ def few_rows_product(
             rank=rank,
             interpret=interpret,
         ),
-        out_shape=jax.ShapeDtypeStruct((num_rows, num_out), x.dtype),
-        grid=(pl.cdiv(num_out, _ROWS * tiles.row_tiles), pl.cdiv(num_rows, _COLUMNS * tiles.groups)),
+        out_shape=jax.ShapeDtypeStruct(
+            (tiles.splits, num_rows, num_out), x.dtype if tiles.splits == 1 else jnp.float32
+        ),
+        grid=(
+            pl.cdiv(num_out, _ROWS * tiles.row_tiles * tiles.row_warps),
+            tiles.splits,
+            pl.cdiv(num_rows, tiles.columns),
+        ),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
         interpret=interpret,
         name="quant_matmul_few_rows",
@@ -296,6 +344,7 @@ def few_rows_product(
         # Flat, for cheaper addresses, where 32 bits index it.
         words if weight.codes.size > 2**32 else words.reshape(-1),
         jnp.asarray(pair_table(weight.quant_type)),
-        *_scale_operands(weight, num_in // BLOCK_SIZE, tiles.num_warps),
+        *_scale_operands(weight, num_in // BLOCK_SIZE),
         *operands,
     )
+    return parts[0] if tiles.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
