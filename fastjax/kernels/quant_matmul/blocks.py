@@ -34,23 +34,16 @@ class FewRowsTiles:
       row_warps: warps side by side along W's rows, reading the same x; 2 <= in_warps * row_warps <= 16.
       row_tiles: of 16 rows of W, a warp: 1 or an even number.
       columns: rows of x: 4, 8 or 16.
-      splits: programs that share one tile of y, each with its part of `in`.
     """
 
     in_warps: int
     row_warps: int
     row_tiles: int
     columns: int
-    splits: int = 1
 
     @property
     def num_warps(self) -> int:
         return self.in_warps * self.row_warps
-
-    @property
-    def shares(self) -> int:
-        """Warps that share `in`, of all programs."""
-        return self.in_warps * self.splits
 
 
 @dataclass(frozen=True)
@@ -90,9 +83,12 @@ def forward_tiles(num_rows: int, shape: tuple[int, int], dtype: jnp.dtype) -> Ti
 
 
 def _few_rows_tiles(num_rows: int, num_out: int, num_in: int) -> FewRowsTiles:
-    """As many rows of W a program as let all programs of an H200, 132 multiprocessors, run at once."""
-    # One row has a form of its own; more rows read x more often, and more rows of W a warp share what it read.
-    columns, row_tiles, programs = (4, 1, 264) if num_rows == 1 else (8, 1, 264) if num_rows <= 8 else (16, 2, 132)
+    """Eight warps a program, and as many rows of W as let all programs of an H200, 132 multiprocessors, run at once.
+
+    A multiprocessor's registers hold two programs with one tile a warp, and one with two tiles, which read x half as
+    often.
+    """
+    columns, row_tiles, programs = (4, 1, 264) if num_rows <= 2 else (8, 1, 264) if num_rows <= 8 else (16, 2, 132)
     row_warps = 1
     while row_warps < 8 and num_out > 16 * row_tiles * row_warps * programs:
         row_warps *= 2

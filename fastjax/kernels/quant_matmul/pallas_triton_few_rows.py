@@ -2,19 +2,20 @@
 
 mma.sync.m16n8k16 multiplies A [16, 16] by B [16, 8] with the operands spread over a warp in a fixed way: lane 4g + t
 holds of A rows g and g + 8, of B column g, both at the same four places of the sum, and of the float32 result rows g
-and g + 8, columns 2t and 2t + 1. The order of the sum is free, so A is W, B is x^T, and lane 4g + t takes words 2t and
-2t + 1 (16 weights side by side) of a block of 64. What it decodes is what the instruction wants: no value changes its
-lane, x is read as it lies, and the block's scale multiplies the float32 sum over the block.
+and g + 8, columns 2t and 2t + 1. The order of the sum is free, so A is W and B is x^T, and what a lane decodes is what
+the instruction wants from it: x is read as it lies, and the block's scale multiplies the float32 sum over the block.
 
-Every array of the kernel is flat, with four elements a thread (times `groups`, the number of 8 rows of x): element e
-belongs to thread (e mod 4T) / 4, T threads being in a program. Triton gives the arrays this layout since all loads have
-this shape and the widest are 16 bytes; the assembly depends on it, and the tests on a GPU would see another.
+A lane reads 16 bytes at once, so that the four lanes of a row read two blocks of 64, two lanes each. With up to 4 rows
+of x that is well: columns 0-3 of B are x over the first block, columns 4-7 over the second, and 0 in the lanes of the
+other block. Otherwise lanes exchange half of their words first, and each has two words of either block.
 
-In a thread, element j = e mod 4 of a result is row g + 8 (j / 2), column 2t + j mod 2. Group e / 4T is 8 rows of x for
-x and the result, and for W's words with two groups the rows g or g + 8.
+Every array of the kernel is flat, with four elements a thread: element e belongs to thread e / 4. Triton gives the
+arrays this layout since all loads have this shape and the widest are 16 bytes; the assembly depends on it, and the
+tests on a GPU would see another. Element j = e mod 4 of a thread's result is row g + 8 (j / 2), column 2t + j mod 2.
 
 Decoding: a byte, two weights, is looked up in shared memory, where each lane has a column of the table of its own, so
-that no two lanes meet in a bank.
+that no two lanes meet in a bank. One byte permutation makes the address, since 256 bytes of the table hold the entries
+i and 128 + i: the lane's column and the byte's high bit below, its other seven bits above.
 """
 
 from functools import partial
@@ -94,37 +95,35 @@ def _nested_scale(code, scale, offset, lane_bytes) -> jax.Array:
 
 
 def _kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: FewRowsTiles, rank: int, interpret: bool):
-    """Owns y[tiles.columns rows of x, 16 * row_tiles * row_warps rows of W] in float32, for one part of `in`.
-
-    The warps' sums over their shares of `in` are added at the end.
+    """Owns y[tiles.columns rows of x, 16 * row_tiles * row_warps rows of W] in float32: warps that share `in` add up at
+    the end. A step is four blocks; what the next one needs of W is loaded while this one is worked on.
     """
     *inputs, out_ref = refs
     absmax_refs, adapter_refs = (inputs[:-2], inputs[-2:]) if rank else (inputs, [])
     row_tiles, num_warps = tiles.row_tiles, tiles.num_warps
-    # With up to 4 rows of x, columns 0-3 of a product are of the first block of a pair and 4-7 of the second.
+    # x is loaded, and scales are applied, by the unit: a pair of blocks side by side in the columns, or one block.
     paired = tiles.columns == 4
     groups = pl.cdiv(tiles.columns, 8)
     num_units, num_words = (2, 4) if paired else (4, 2)
     num_out, num_in = shape
     num_blocks = num_in // BLOCK_SIZE
-    num_steps = _num_steps(num_blocks, tiles)
-    whole = num_steps * tiles.shares * _STEP == num_blocks
+    num_steps = pl.cdiv(num_blocks, _STEP * tiles.in_warps)
+    whole = num_steps * tiles.in_warps * _STEP == num_blocks
     layer = layer_index(absmax_refs)
     lanes = make_lanes(num_warps)
     four_codes = absmax_refs[0].dtype == jnp.uint32
     is_flat = len(words_ref.shape) == 1
-    part = pl.program_id(1)
-    first_x_row = pl.program_id(2) * tiles.columns
+    first_x_row = pl.program_id(1) * tiles.columns
     rows_per_warp = _ROWS * row_tiles
     row_warp = pl.program_id(0) * tiles.row_warps + jax.lax.div(lanes.warp, tiles.in_warps)
-    share = part * tiles.in_warps + jax.lax.rem(lanes.warp, tiles.in_warps)
+    share = jax.lax.rem(lanes.warp, tiles.in_warps)
 
     def weight_row(tile, half):
         row = row_warp * rows_per_warp + _ROWS * tile + lanes.g + 8 * half
         return row if num_out % (rows_per_warp * tiles.row_warps) == 0 else jnp.minimum(row, num_out - 1)
 
     def block_of(step):
-        return (step * tiles.shares + share) * _STEP
+        return (step * tiles.in_warps + share) * _STEP
 
     def inside(block):
         return block if whole else jnp.minimum(block, num_blocks - 1)
@@ -222,10 +221,10 @@ def _kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Few
                             weights = decode(halves, place, table_ref, half_word, interpret)
                             for group, of_group in enumerate(x):
                                 parts[group] = multiply(parts[group], weights, of_group[word], half_word, interpret)
-                    scale = (scales[tile], unit, None) if paired else (scales[tile // 2], tile % 2, unit)
-                    sums = [
-                        add_scaled(*of_group, *scale, interpret) for of_group in zip(totals[tile], parts, strict=True)
-                    ]
+                    scale, side, lane = (scales[tile], unit, None) if paired else (scales[tile // 2], tile % 2, unit)
+                    sums = []
+                    for total, part in zip(totals[tile], parts, strict=True):
+                        sums.append(add_scaled(total, part, scale, side, lane, interpret))
                     totals = [*totals[:tile], sums, *totals[tile + 1 :]]
                 x = next_x
         return (next_words, next_scales, x), totals
@@ -240,7 +239,8 @@ def _kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Few
     done = 0
     if num_steps > 3:
         done = num_steps - 1
-        loaded, totals = jax.lax.fori_loop(0, done, lambda step, carry: work(step, *carry, True), (loaded, totals))
+        body = lambda step, carry: work(step, carry[0], carry[1], True)  # noqa: E731
+        loaded, totals = jax.lax.fori_loop(0, done, body, (loaded, totals))
     for step in range(done, num_steps):
         loaded, totals = work(step, loaded, totals, step + 1 < num_steps)
     if paired:
@@ -265,15 +265,11 @@ def _kernel(x_ref, words_ref, table_ref, *refs, shape, num_rows: int, tiles: Few
             y_row = first_x_row + column
             y = jnp.sum(totals[tile][group].reshape(tiles.row_warps, tiles.in_warps, 128), axis=1).reshape(-1)
             mask = (y_row < num_rows) & (row < num_out) & (column < tiles.columns)
-            plgpu.store(out_ref.at[part, y_row, row], y.astype(out_ref.dtype), mask=mask)
+            plgpu.store(out_ref.at[y_row, row], y.astype(out_ref.dtype), mask=mask)
 
 
 def _both(mask: jax.Array | None, other: jax.Array) -> jax.Array:
     return other if mask is None else mask & other
-
-
-def _num_steps(num_blocks: int, tiles: FewRowsTiles) -> int:
-    return pl.cdiv(num_blocks, _STEP * tiles.shares)
 
 
 def words_operand(weight: QuantizedWeight) -> jax.Array:
@@ -319,7 +315,7 @@ def few_rows_product(
     if adapter is not None:
         rank = pl.cdiv(adapter[0].shape[1], 16) * 16
         operands = tuple(_pairs_of(jnp.pad(v, ((0, 0), (0, rank - v.shape[1])))) for v in adapter)
-    parts = pl.pallas_call(
+    return pl.pallas_call(
         partial(
             _kernel,
             shape=weight.shape,
@@ -328,14 +324,8 @@ def few_rows_product(
             rank=rank,
             interpret=interpret,
         ),
-        out_shape=jax.ShapeDtypeStruct(
-            (tiles.splits, num_rows, num_out), x.dtype if tiles.splits == 1 else jnp.float32
-        ),
-        grid=(
-            pl.cdiv(num_out, _ROWS * tiles.row_tiles * tiles.row_warps),
-            tiles.splits,
-            pl.cdiv(num_rows, tiles.columns),
-        ),
+        out_shape=jax.ShapeDtypeStruct((num_rows, num_out), x.dtype),
+        grid=(pl.cdiv(num_out, _ROWS * tiles.row_tiles * tiles.row_warps), pl.cdiv(num_rows, tiles.columns)),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
         interpret=interpret,
         name="quant_matmul_few_rows",
@@ -347,4 +337,3 @@ def few_rows_product(
         *_scale_operands(weight, num_in // BLOCK_SIZE),
         *operands,
     )
-    return parts[0] if tiles.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)

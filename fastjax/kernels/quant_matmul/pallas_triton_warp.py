@@ -100,8 +100,8 @@ def exchange(first_rows: jax.Array, second_rows: jax.Array, interpret: bool) -> 
     """
     if interpret:
         # [row half, warp and g, block, chunk of 16 bytes, words 0-1 or 2-3, word] to words of lane t.
-        words = jnp.stack([first_rows, second_rows]).reshape(2, -1, 2, 2, 2, 2)
-        return [words[:, :, block].transpose(1, 4, 2, 0, 3).reshape(-1) for block in range(2)]
+        both = jnp.stack([first_rows, second_rows]).reshape(2, -1, 2, 2, 2, 2)
+        return [both[:, :, block].transpose(1, 4, 2, 0, 3).reshape(-1) for block in range(2)]
     asm = _with_upper()
     taken = []
     for half in range(2):
@@ -171,9 +171,9 @@ def multiply(total: jax.Array, a: jax.Array, b: jax.Array, pair: int, interpret:
 def add_scaled(total: jax.Array, part: jax.Array, scales: jax.Array, side: int, lane: int | None, interpret: bool):
     """total + scale * part; scales are (row half, side), of the lane itself or of lane t = `lane` of its four."""
     if interpret:
-        scale = scales.reshape(-1, 4, 2, 2)[..., side, None]
-        scale = scale if lane is None else scale[:, lane, None]
-        return total + (part.reshape(-1, 4, 2, 2) * scale).reshape(-1)
+        of_side = scales.reshape(-1, 4, 2, 2)[..., side, None]
+        of_lane = of_side if lane is None else of_side[:, lane, None]
+        return total + (part.reshape(-1, 4, 2, 2) * of_lane).reshape(-1)
     asm = Asm()
     sums = []
     for half in range(2):
