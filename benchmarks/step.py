@@ -1,6 +1,7 @@
 """Times whole training steps of a random-weight model on this machine's GPU.
 
 python -m benchmarks.step --preset llama3-8b --batch 4 --seq 2048 --method qlora
+for mesh in data=1 data=2 fsdp=2; do python -m benchmarks.step --mesh $mesh; done
 
 Needs jax, flax, optax and numpy only. With --memory-budget-gib the allocator gets no more than that. --remat auto finds
 its plan as a run does, without those that earlier runs remember. stdout has one JSON line.
@@ -17,13 +18,16 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="llama3-8b")
     parser.add_argument("--method", choices=("qlora", "lora"), default="qlora")
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4, help="rows of each data-parallel device")
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--remat", default="auto")
     parser.add_argument("--optim", default="adamw")
     parser.add_argument(
         "--memory-budget-gib", type=float, help="limit of the allocator, weights included, which --remat auto fills"
+    )
+    parser.add_argument(
+        "--mesh", default="data=1", help="devices by axis, as training takes it: data=2, fsdp=2, tensor=2"
     )
     parser.add_argument("--packed", help="name of a list of lengths in benchmarks/lengths: rows are packed from it")
     parser.add_argument("--layers", type=int, help="this many layers instead of the preset's, to find a fault fast")

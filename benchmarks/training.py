@@ -19,9 +19,19 @@ from fastjax.models.config import ModelConfig
 from fastjax.models.lora import LoraConfig, apply_lora, split_trainable
 from fastjax.models.quant_config import QuantConfig
 from fastjax.models.remat import AUTO, RematPlan, parse_plan
-from fastjax.train.mesh import batch_sharding, make_mesh, replicated
+from fastjax.train.config import parse_mesh
+from fastjax.train.mesh import (
+    frozen_shardings,
+    make_mesh,
+    num_batch_shards,
+    put_batch,
+    replicated,
+    state_shardings,
+    trained_shardings,
+)
 from fastjax.train.optim import make_optimizer
 from fastjax.train.plan.auto import auto_step
+from fastjax.train.plan.collectives import collective_bytes
 from fastjax.train.plan.memory import read_memory
 from fastjax.train.step import make_train_step
 
@@ -45,7 +55,7 @@ _GROUPS = {
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Compile, warm up and time the step; every figure that the benchmark prints."""
-    mesh = make_mesh(1)
+    mesh = make_mesh(*parse_mesh(options.mesh))
     changes = {} if options.layers is None else {"num_hidden_layers": options.layers}
     changes["max_position_embeddings"] = max(options.seq, 8192)
     model = random_model(options.preset, QuantConfig() if options.method == "qlora" else None, **changes)
@@ -54,10 +64,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     graphdef, trainable, frozen = split_trainable(model, options.method)
     del model
     optimizer = make_optimizer(optax.constant_schedule(1e-4), optim=options.optim)
-    trainable, frozen = jax.device_put((trainable, frozen), replicated(mesh))
-    opt_state = jax.jit(optimizer.init)(trainable)
-    batch = jax.device_put(make_batch(options, config.vocab_size), batch_sharding(mesh))
-    rng = jax.random.key(0)
+    trainable = jax.device_put(trainable, trained_shardings(config, mesh, trainable))
+    frozen = jax.device_put(frozen, frozen_shardings(config, mesh, frozen))
+    places = state_shardings(config, mesh, jax.eval_shape(optimizer.init, trainable), trainable)
+    opt_state = jax.jit(optimizer.init, out_shardings=places)(trainable)
+    batch = put_batch(make_batch(options, config.vocab_size, num_batch_shards(mesh)), mesh)
+    rng = jax.device_put(jax.random.key(0), replicated(mesh))
     states = trainable, opt_state, frozen
     started = time.perf_counter()
     compiled, plan = compile_step(options, config, graphdef, optimizer, mesh, states, batch, rng)
@@ -88,14 +100,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "method": options.method,
         "batch": options.batch,
         "seq": options.seq,
+        "mesh": options.mesh,
         "packed": options.packed,
         "remat": plan,
         "memory_budget_gib": options.memory_budget_gib,
         "tokens_per_second": round(num_tokens / step_s, 1),
+        "tokens_per_second_per_device": round(num_tokens / step_s / mesh.size, 1),
+        "exchanged_mib": {
+            " ".join(kind): round(size / 2**20, 1) for kind, size in collective_bytes(compiled.as_text()).items()
+        },
         "step_ms": round(step_s * 1e3, 2),
         "spread_ms": round((max(times) - min(times)) * 1e3, 2),
         "useful_tflops": round(flop / step_s / 1e12, 1),
-        "share_of_687": round(flop / step_s / FLOP_PER_SECOND, 3),
+        "share_of_687": round(flop / step_s / mesh.size / FLOP_PER_SECOND, 3),
         "peak_gib": round(stats.get("peak_bytes_in_use", 0) / 2**30, 2),
         "compiled_gib": round(memory.peak / 2**30, 2),
         "host_gib": round(memory.host / 2**30, 2),
@@ -124,7 +141,7 @@ def compile_step(
     plan = None if options.remat == AUTO else parse_plan(options.remat)
     if plan is None:
         step = auto_step(
-            make, states, batch, rng, config=config, itemsize=2, num_shards=1,
+            make, states, batch, rng, config=config, itemsize=2, num_shards=num_batch_shards(mesh),
             budget_gib=options.memory_budget_gib, say=lambda text: print(text, file=sys.stderr, flush=True),
             search_anew=True,
         )  # fmt: skip
@@ -134,16 +151,16 @@ def compile_step(
     return make(plan).lower(*states, batch, rng).compile(), str(plan)
 
 
-def make_batch(options: argparse.Namespace, vocab_size: int) -> dict[str, np.ndarray]:
-    """[1, B, T] arrays of random ids: full rows, or rows packed first-fit from a list of lengths."""
+def make_batch(options: argparse.Namespace, vocab_size: int, num_shards: int = 1) -> dict[str, np.ndarray]:
+    """[1, B * num_shards, T] arrays of random ids: full rows, or rows packed first-fit from a list of lengths."""
     rng = np.random.default_rng(0)
-    shape = (1, options.batch, options.seq)
+    shape = (1, options.batch * num_shards, options.seq)
     ids = rng.integers(0, vocab_size, shape).astype(np.int32)
     segments = np.ones(shape, np.int32)
     positions = np.broadcast_to(np.arange(options.seq, dtype=np.int32), shape).copy()
     if options.packed:
         lengths = np.array((LENGTHS / f"{options.packed}.txt").read_text().split(), np.int64)
-        segments, positions = packed_rows(rng.permutation(lengths), options.batch, options.seq)
+        segments, positions = packed_rows(rng.permutation(lengths), shape[1], options.seq)
         segments, positions = segments[None], positions[None]
     batch = {"input_ids": ids, "loss_mask": segments > 0, "segment_ids": segments}
     return batch | ({"positions": positions} if options.packed else {})

@@ -29,9 +29,12 @@ class KVCache:
     dtype: Any = field(metadata={"static": True})
 
     @classmethod
-    def create(cls, config: ModelConfig, batch: int, length: int, dtype: Any) -> "KVCache":
-        """An empty cache for `batch` rows of at most `length` tokens."""
-        shape = (config.num_hidden_layers, batch, length, config.num_key_value_heads, config.head_dim)
+    def create(
+        cls, config: ModelConfig, batch: int, length: int, dtype: Any, *, num_heads: int | None = None
+    ) -> "KVCache":
+        """An empty cache for `batch` rows of at most `length` tokens; `num_heads` key/value heads, None meaning all."""
+        heads = config.num_key_value_heads if num_heads is None else num_heads
+        shape = (config.num_hidden_layers, batch, length, heads, config.head_dim)
         dtype = jnp.dtype(dtype)
         stored = jnp.uint16 if dtype == jnp.bfloat16 and not target_is_gpu() else dtype
         return cls(jnp.zeros(shape, stored), jnp.zeros(shape, stored), dtype)

@@ -320,18 +320,19 @@ class CausalLM(nnx.Module):
     def head_weight(self, parallel: Parallel = ALONE) -> jax.Array:
         """The head's [V, D] weight: its own, or the embedding's where the two are tied; a 4-bit one is decoded."""
         owner = self.embed_tokens if self.lm_head is None else self.lm_head
-        name = "lm_head.weight" if "lm_head.weight" in parallel.specs else "embed_tokens.weight"
+        # A tied head with an adapter has the embedding's own variable.
+        name = "embed_tokens.weight" if owner.weight is self.embed_tokens.weight else "lm_head.weight"
         return matrix(parallel.table(name, owner.weight.get_value(), self.dtype))
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, parallel: Parallel = ALONE) -> jax.Array:
         """Float32 logits [..., V] of hidden states [..., D]; for a few tokens: training uses the chunked loss.
 
         They are never rounded to the compute dtype, in which the best two tokens are often equal.
         """
-        logits = matmul(hidden, self.head_weight(), jnp.float32)
+        logits = matmul(hidden, self.head_weight(parallel), jnp.float32)
         if self.lm_head is not None and self.lm_head.lora is not None:
             logits = logits + self.lm_head.lora(hidden, None).astype(jnp.float32)
-        return logits
+        return parallel.whole_vocabulary(logits)
 
     def __call__(self, input_ids: jax.Array, **kwargs: Any) -> Any:
         """`logits` of `hidden_states`; with a cache the pair (logits, cache)."""

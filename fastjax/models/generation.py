@@ -15,13 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from fastjax.errors import NumericsError, UserError
 from fastjax.models.cache import KVCache
 from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import CausalLM
 from fastjax.models.host import to_host
+from fastjax.models.parallel import ALONE, Parallel
 from fastjax.models.sampling import check_sampling, greedy, is_greedy, row_rngs, sample
+from fastjax.models.spread import Spread, spread_of
 
 # Prompt tokens of one pass: it bounds the [T, S] attention scores of a long prompt.
 _CHUNK = 512
@@ -86,9 +89,10 @@ def generate(
         "min_p": None if not min_p else jnp.float32(min_p),
     }
     graphdef, state = nnx.split(model)
+    state, spread = spread_of(model.config, state)
     tokens, counts, broken = map(to_host, _generate(
         graphdef, state, batch, jnp.asarray(eos), None if is_greedy(temperature, top_k, top_p) else draw,
-        cache_length=cache_length, num_output=num_output, chunk=_CHUNK,
+        spread=spread, cache_length=cache_length, num_output=num_output, chunk=_CHUNK,
     ))  # fmt: skip
     if broken[: len(prompts)].any():
         raise NumericsError("the model's logits are NaN; its weights, or the adapter's, hold NaN or infinite numbers")
@@ -150,18 +154,36 @@ def _padded_batch(prompts: Sequence[Sequence[int]], max_new_tokens: int, limit: 
     return {"input_ids": input_ids, "lengths": lengths, "max_new": max_new}
 
 
-@partial(jax.jit, static_argnames=("graphdef", "cache_length", "num_output", "chunk"))
+@partial(jax.jit, static_argnames=("graphdef", "spread", "cache_length", "num_output", "chunk"))
 def _generate(
     graphdef: Any, state: Any, batch: dict[str, jax.Array], eos: jax.Array, draw: dict[str, Any] | None, *,
-    cache_length: int, num_output: int, chunk: int,
+    spread: Spread | None = None, cache_length: int, num_output: int, chunk: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """New tokens [B, M], how many of them each row has [B], and whether its logits were ever NaN [B]."""
+    """New tokens [B, M], how many of them each row has [B], and whether its logits were ever NaN [B].
+
+    Where weights are spread over a mesh, every device works on all rows with its part of the heads.
+    """
+    parallel = ALONE if spread is None else spread.parallel(split_rows=False)
+    run = partial(_on_device, graphdef, parallel, cache_length=cache_length, num_output=num_output, chunk=chunk)
+    if spread is None:
+        return run(state, batch, eos, draw)
+    whole = PartitionSpec()
+    specs = (spread.tree(state), whole, whole, whole)
+    sharded = jax.shard_map(run, mesh=spread.mesh, in_specs=specs, out_specs=whole, check_vma=False)
+    return sharded(state, batch, eos, draw)
+
+
+def _on_device(
+    graphdef: Any, parallel: Parallel, state: Any, batch: dict[str, jax.Array], eos: jax.Array,
+    draw: dict[str, Any] | None, *, cache_length: int, num_output: int, chunk: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     model = nnx.merge(graphdef, state)
     lengths, max_new = batch["lengths"], batch["max_new"]
-    cache = KVCache.create(model.config, lengths.shape[0], cache_length, model.dtype)
+    num_heads = parallel.num_kv_heads
+    cache = KVCache.create(model.config, lengths.shape[0], cache_length, model.dtype, num_heads=num_heads)
 
     def choose(hidden: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = model.logits(hidden)
+        logits = model.logits(hidden, parallel)
         if draw is None:
             token = greedy(logits)
         else:
@@ -188,11 +210,11 @@ def _generate(
         positions = (lengths + carry["counts"] - 1)[:, None]
         hidden, cache = model.hidden_states(
             carry["last"][:, None], positions=positions, segment_ids=(~carry["ended"]).astype(jnp.int32)[:, None],
-            cache=carry["cache"],
+            cache=carry["cache"], parallel=parallel,
         )  # fmt: skip
         return record(carry | {"cache": cache}, hidden[:, 0])
 
-    hidden, cache = _prefill(model, batch["input_ids"], lengths, cache, chunk)
+    hidden, cache = _prefill(model, parallel, batch["input_ids"], lengths, cache, chunk)
     start = {
         "cache": cache,
         "tokens": jnp.zeros((lengths.shape[0], num_output), jnp.int32),
@@ -206,7 +228,7 @@ def _generate(
 
 
 def _prefill(
-    model: CausalLM, input_ids: jax.Array, lengths: jax.Array, cache: KVCache, chunk: int
+    model: CausalLM, parallel: Parallel, input_ids: jax.Array, lengths: jax.Array, cache: KVCache, chunk: int
 ) -> tuple[jax.Array, KVCache]:
     """The hidden state [B, D] of each prompt's last token, and the cache with every prompt in it.
 
@@ -222,7 +244,7 @@ def _prefill(
         positions = jnp.broadcast_to(start + jnp.arange(chunk, dtype=jnp.int32), (batch, chunk))
         ids = jax.lax.dynamic_slice_in_dim(input_ids, start, chunk, axis=1)
         real = (positions < lengths[:, None]).astype(jnp.int32)
-        hidden, cache = model.hidden_states(ids, positions=positions, segment_ids=real, cache=cache)
+        hidden, cache = model.hidden_states(ids, positions=positions, segment_ids=real, cache=cache, parallel=parallel)
         index = lengths - 1 - start
         here = (index >= 0) & (index < chunk)
         picked = jnp.take_along_axis(hidden, jnp.clip(index, 0, chunk - 1)[:, None, None], axis=1)[:, 0]

@@ -87,6 +87,13 @@ class Parallel:
         return jax.lax.axis_index("tensor") if self.num_tensor > 1 else 0
 
     @property
+    def num_kv_heads(self) -> int | None:
+        """Key/value heads on this device; None for all of the model's."""
+        if self.layout is None:
+            return None
+        return max(1, self.layout.config.num_key_value_heads // self.layout.tensor)
+
+    @property
     def vocab_axis(self) -> str | None:
         """The mesh axis that splits the vocabulary, if one does."""
         return "tensor" if self.layout is not None and self.layout.splits_vocab else None
@@ -151,6 +158,12 @@ class Parallel:
         here = (local >= 0) & (local < weight.shape[0])
         rows = weight[jnp.clip(local, 0, weight.shape[0] - 1)].astype(dtype)
         return self.leave(jnp.where(here[..., None], rows, 0))
+
+    def whole_vocabulary(self, logits: jax.Array) -> jax.Array:
+        """[..., V] logits from each tensor rank's part: for the few tokens that one is drawn from."""
+        if self.vocab_axis is None:
+            return logits
+        return jax.lax.all_gather(logits, self.vocab_axis, axis=logits.ndim - 1, tiled=True)
 
     def summed_gradients(self, gradients: Any) -> Any:
         """Each device's part of the whole batch's gradients, from those of its own rows."""

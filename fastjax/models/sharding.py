@@ -188,14 +188,22 @@ class Layout:
 def check_layout(config: ModelConfig, data: int, fsdp: int, tensor: int, *, quantized: bool) -> None:
     """Raises: UserError, naming both numbers and the meshes that fit, for a mesh that does not divide the model."""
     problem = _problem(config, fsdp, tensor, quantized)
-    if problem is None:
-        return
+    if problem is not None:
+        raise UserError(f"{problem}; {fitting_meshes(config, data * fsdp * tensor, quantized=quantized)}")
+
+
+def fitting_meshes(config: ModelConfig, devices: int, *, quantized: bool) -> str:
+    """The meshes of so many devices that divide the model, for a message."""
     fitting = [
-        ",".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True) if size > 1) or "data=1"
-        for shape in mesh_shapes(data * fsdp * tensor)
-        if _problem(config, shape[1], shape[2], quantized) is None
+        mesh_name(*shape) for shape in mesh_shapes(devices) if _problem(config, shape[1], shape[2], quantized) is None
     ]
-    raise UserError(f"{problem}; meshes of {data * fsdp * tensor} devices that fit: {' | '.join(fitting)}")
+    return f"meshes of {devices} devices that fit: {' | '.join(fitting)}"
+
+
+def mesh_name(data: int, fsdp: int, tensor: int) -> str:
+    """data=2,fsdp=2, as the command line takes it."""
+    sizes = zip(AXES, (data, fsdp, tensor), strict=True)
+    return ",".join(f"{axis}={size}" for axis, size in sizes if size > 1) or "data=1"
 
 
 def mesh_shapes(devices: int) -> Iterator[tuple[int, int, int]]:

@@ -92,18 +92,7 @@ class RowConfig:
     @property
     def mesh_shape(self) -> tuple[int, int, int] | None:
         """Devices of the axes data, fsdp and tensor; None for auto. Raises: UserError if mesh says neither."""
-        if self.mesh.strip() == "auto":
-            return None
-        axes: dict[str, int] = {}
-        for part in self.mesh.split(","):
-            found = re.fullmatch(r"\s*(data|fsdp|tensor)\s*=\s*(\d{1,6})\s*", part)
-            if not found or found[1] in axes or int(found[2]) < 1:
-                raise UserError(
-                    f"mesh={self.mesh!r} is not understood at {part!r}; write data=N, fsdp=N and tensor=N with N of 1 "
-                    "or more, joined by commas, or auto"
-                )
-            axes[found[1]] = int(found[2])
-        return axes.get("data", 1), axes.get("fsdp", 1), axes.get("tensor", 1)
+        return None if self.mesh.strip() == "auto" else parse_mesh(self.mesh)
 
     @property
     def data_parallel_size(self) -> int:
@@ -346,6 +335,24 @@ class TrainConfig(RowConfig):
 
 
 PLACE_SETTINGS = ("distributed", "coordinator", "num_processes", "process_id")
+
+
+def parse_mesh(text: str) -> tuple[int, int, int]:
+    """Devices of the axes data, fsdp and tensor in a text such as data=2,fsdp=4.
+
+    Raises: UserError for another text.
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(data|fsdp|tensor)\s*=\s*(\d{1,6})\s*", part)
+        if not found or found[1] in axes or int(found[2]) < 1:
+            raise UserError(
+                f"mesh={text!r} is not understood at {part!r}; write data=N, fsdp=N and tensor=N with N of 1 or more, "
+                "joined by commas, or auto"
+            )
+        axes[found[1]] = int(found[2])
+    return axes.get("data", 1), axes.get("fsdp", 1), axes.get("tensor", 1)
+
 
 QUANT_SETTINGS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_skip_modules")
 

@@ -1,5 +1,6 @@
 """The device mesh of a run, and the arrays of a run on it."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from fastjax.errors import UserError
 from fastjax.hosts.exchange import num_processes, smallest
 from fastjax.models.config import ModelConfig
 from fastjax.models.host import place
-from fastjax.models.sharding import AXES, BATCH_AXES, Layout, check_layout
+from fastjax.models.sharding import AXES, BATCH_AXES, Layout, check_layout, fitting_meshes, mesh_name
 from fastjax.train.compressed import CompressedState
 from fastjax.train.config import RowConfig
 
@@ -30,12 +31,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
     available = jax.devices()
     num = data * fsdp * tensor
     if num > len(available):
-        shape = {"data": data, "fsdp": fsdp, "tensor": tensor}
-        name = ",".join(f"{axis}={size}" for axis, size in shape.items() if size > 1)
-        raise UserError(
-            f"mesh {name} needs {num} devices and there are {len(available)} ({available[0].platform}); "
-            f"use data={len(available)}, or another mesh of {len(available)} or fewer"
-        )
+        raise UserError(f"{_too_many(data, fsdp, tensor)}; use data={len(available)} or fewer")
     shape_of = (data, fsdp, tensor)
     return jax.make_mesh(shape_of, AXES, axis_types=(AxisType.Auto,) * 3, devices=available[:num])
 
@@ -59,9 +55,11 @@ def config_mesh(config: RowConfig, model: ModelConfig, method: str, *, quantized
         room = smallest((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"))
         is_large = room is not None and _held_bytes(config, model, method, quantized) > room / 2
         shape = (1, num, 1) if is_large else (num, 1, 1)
-    mesh = make_mesh(*shape)
+    if math.prod(shape) > len(jax.devices()):
+        fitting = fitting_meshes(model, len(jax.devices()), quantized=quantized)
+        raise UserError(f"{_too_many(*shape)}; {fitting}")
     check_layout(model, *shape, quantized=quantized)
-    return mesh
+    return make_mesh(*shape)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -130,6 +128,12 @@ def state_specs(layout: Layout, opt_state: Any, trainable: Any) -> Any:
         residuals = jax.tree.map(lambda _: PartitionSpec(AXES), opt_state.residuals)
         return CompressedState(layout.state_specs(opt_state.optimizer, trainable), residuals)
     return layout.state_specs(opt_state, trainable)
+
+
+def _too_many(data: int, fsdp: int, tensor: int) -> str:
+    have = jax.devices()
+    name, num = mesh_name(data, fsdp, tensor), data * fsdp * tensor
+    return f"mesh {name} needs {num} devices and there are {len(have)} ({have[0].platform})"
 
 
 def _held_bytes(config: RowConfig, model: ModelConfig, method: str, quantized: bool) -> float:

@@ -22,6 +22,7 @@ from fastjax.kernels.nf4 import QuantizedWeight, packed_shapes
 from fastjax.kernels.nf4.tables import BLOCK_SIZE, CODES, NESTED_BLOCK_SIZE
 from fastjax.models.checkpoint.checkpoint import PackedFormat, TensorInfo, TensorSource
 from fastjax.models.checkpoint.safetensors_io import LazyTensor
+from fastjax.models.host import to_host
 from fastjax.models.quant_config import QUANT_TYPES
 from fastjax.models.values import INT32_MAX, number, shown, whole
 
@@ -209,10 +210,10 @@ def packed_tensors(
         f"{name}.quant_map": CODES[format.quant_type].astype(np.float32),
     }
     fields = {"absmax": ".absmax", "nested_scale": ".nested_absmax", "nested_table": ".nested_quant_map"}
-    small |= {f"{name}{fields[k]}": np.asarray(getattr(weight, k)).reshape(-1) for k in fields if k in expected}
+    small |= {f"{name}{fields[k]}": to_host(getattr(weight, k)).reshape(-1) for k in fields if k in expected}
     tensors = {key: LazyTensor(value.shape, value.dtype, partial(_same, value)) for key, value in small.items()}
     flat = (math.prod(expected["codes"][0]), 1)
-    tensors[name] = LazyTensor(flat, np.dtype(np.uint8), lambda: np.asarray(read().codes).reshape(flat))
+    tensors[name] = LazyTensor(flat, np.dtype(np.uint8), lambda: to_host(read().codes).reshape(flat))
     return tensors
 
 

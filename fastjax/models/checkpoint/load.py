@@ -2,26 +2,25 @@
 
 import dataclasses
 import warnings
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from fastjax.errors import UserError
-from fastjax.kernels.nf4 import QuantizedWeight, quantize
-from fastjax.models.checkpoint.checkpoint import Checkpoint, PackedFormat, TensorSource
+from fastjax.models.checkpoint.buffers import empty, filled
+from fastjax.models.checkpoint.checkpoint import Checkpoint, TensorSource
 from fastjax.models.checkpoint.names import EMBEDDING, HEAD, check_names, places
 from fastjax.models.checkpoint.packed import lay_out_packed, planned_formats
 from fastjax.models.checkpoint.source import open_checkpoint
 from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import CausalLM
-from fastjax.models.host import place
 from fastjax.models.quant_config import QuantConfig
-from fastjax.models.quantized import MixedWeight, full_shape
+from fastjax.models.quantized import full_shape
+from fastjax.models.sharding import Layout
 
 
 def load_model(
@@ -35,12 +34,13 @@ def load_model(
     """The model with its weights on the device in `dtype`, which is also the dtype it computes in.
 
     Every tensor is read, cast once and copied into its row of a stacked buffer that already lies on the device; the
-    host holds one tensor at a time. 4-bit weights keep their bytes.
+    host holds one tensor at a time, and a device never more of it than its part. 4-bit weights keep their bytes.
 
     Args:
       model: folder, .gguf file, hub id, or what `open_checkpoint` returned.
       dtype: bfloat16 or float32.
-      mesh: devices that get a copy each; None means jax's default device.
+      mesh: devices with the axes data, fsdp and tensor, among which `fastjax.models.sharding` splits the weights; None
+        means jax's default device.
       quantization: quantise the linear layers of the decoder, but not the head, on the device as they arrive. What is
         quantised is the weight in `quantize_from`. A checkpoint that is 4-bit already stays as it is.
       quantize_from: bfloat16 or float32; None means `dtype`.
@@ -65,57 +65,25 @@ def load_model(
     if quantization is not None and checkpoint.quantization is None:
         formats = planned_formats(quantization, expected, jnp.dtype(quantize_from or dtype).name)
     lay_out_packed(abstract, formats, expected, source)
-    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    buffers = {path: jax.tree.map(partial(_empty, sharding), value) for path, value in _leaves(abstract).items()}
+    layout = None if mesh is None else Layout.of(config, mesh)
+    buffers = {path: empty(path, value, layout, mesh) for path, value in _leaves(abstract).items()}
     for name in source.names():
         place = expected.get(name)
         if place is None:
             continue  # a buffer that check_names lets pass
         target = buffers.pop(place.path)  # the only reference, so that it can be donated
-        value = _value(source.read(name), formats[name], dtype, sharding)
-        buffers[place.path] = _with_row(target, value, place.layer)
+        buffers[place.path] = filled(target, source.read(name), place.layer, dtype, formats[name])
         # Without waiting, the host would run ahead of the copies and hold every tensor that is still under way.
         jax.block_until_ready(buffers[place.path])
     graphdef, state = nnx.split(abstract)
     flat = nnx.to_flat_state(state)
-    filled = [(path, variable.replace(buffers[".".join(map(str, path))])) for path, variable in flat]
-    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+    weights = [(path, variable.replace(buffers[".".join(map(str, path))])) for path, variable in flat]
+    return nnx.merge(graphdef, nnx.from_flat_state(weights))
 
 
 def _leaves(model: CausalLM) -> dict[str, Any]:
     """Our path -> value of every variable."""
     return {".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
-
-
-def _value(
-    tensor: np.ndarray | QuantizedWeight, packed: PackedFormat | None, dtype: Any, sharding: NamedSharding | None
-) -> Any:
-    """What is put into the buffers for a tensor: an array or a QuantizedWeight on the device."""
-    # np.array copies: what jax gets is memory of its own, not a map of the file.
-    if isinstance(tensor, QuantizedWeight):
-        return _put_whole(jax.tree.map(np.array, tensor), sharding)
-    if packed is not None:
-        dtype = jnp.dtype(packed.dtype)
-    value = _put_whole(np.array(tensor, dtype=dtype, order="C"), sharding)
-    if packed is None:
-        return value
-    return quantize(value, quant_type=packed.quant_type, nested=packed.nested)
-
-
-def _put_whole(value: Any, sharding: NamedSharding | None) -> Any:
-    return jax.device_put(value) if sharding is None else place(value, sharding)
-
-
-def _with_row(buffer: Any, value: Any, layer: int | None) -> Any:
-    """The buffer, which is used up, with one layer's value in its row."""
-    if layer is None:
-        return _replace_all(buffer, value)
-    if not isinstance(buffer, MixedWeight):
-        return _put(buffer, value, layer)
-    row = buffer.row(layer)
-    if buffer.is_quantized[layer]:
-        return dataclasses.replace(buffer, quantized=_put(buffer.quantized, value, row))
-    return dataclasses.replace(buffer, dense=_put(buffer.dense, value, row))
 
 
 def _settle_head(config: ModelConfig, source: TensorSource) -> tuple[ModelConfig, TensorSource]:
@@ -146,17 +114,3 @@ class _Without:
 
     def names(self) -> list[str]:
         return [name for name in self._source.names() if name != self._name]
-
-
-def _empty(sharding: NamedSharding | None, leaf: Any) -> jax.Array:
-    return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _replace_all(buffer: Any, value: Any) -> Any:
-    return jax.tree.map(lambda b, v: jax.lax.dynamic_update_slice(b, v, (0,) * b.ndim), buffer, value)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _put(buffer: Any, value: Any, layer: int | jax.Array) -> Any:
-    return jax.tree.map(lambda b, v: jax.lax.dynamic_update_index_in_dim(b, v, layer, 0), buffer, value)

@@ -77,19 +77,31 @@ class AbstractRun:
         trees = {"weights": self.frozen, "trained": self.trainable, "optimizer": self.opt_state}
         return {name: num_bytes(tree) for name, tree in trees.items()}
 
-    def compile(self, plan: RematPlan, batch: dict[str, jax.ShapeDtypeStruct], mesh: Mesh) -> Any:
-        """jax's compiled step for the mesh's devices, which may be described ones."""
-        step: Any = make_train_step(self.graphdef, self.optimizer, mesh=mesh, remat=plan)
+    def placed(self, mesh: Mesh) -> tuple[Any, Any, Any]:
+        """(trainable, opt_state, frozen), each leaf with the sharding that a run gives it."""
         config = nnx.merge(self.graphdef, self.trainable, self.frozen).config
-        placed = [
+        return (
             _placed(self.trainable, trained_shardings(config, mesh, self.trainable)),
             _placed(self.opt_state, state_shardings(config, mesh, self.opt_state, self.trainable)),
             _placed(self.frozen, frozen_shardings(config, mesh, self.frozen)),
+        )
+
+    def bytes_on(self, mesh: Mesh) -> dict[str, int]:
+        """`num_bytes` of what one device of the mesh holds."""
+        trainable, opt_state, frozen = self.placed(mesh)
+        trees = {"weights": frozen, "trained": trainable, "optimizer": opt_state}
+        return {name: num_bytes(tree, per_device=True) for name, tree in trees.items()}
+
+    def compile(self, plan: RematPlan, batch: dict[str, jax.ShapeDtypeStruct], mesh: Mesh) -> Any:
+        """jax's compiled step for the mesh's devices, which may be described ones."""
+        step: Any = make_train_step(self.graphdef, self.optimizer, mesh=mesh, remat=plan)
+        arguments = [
+            *self.placed(mesh),
             {name: _placed(leaf, batch_sharding(mesh)) for name, leaf in batch.items()},
             _placed(jax.eval_shape(lambda: jax.random.key(0)), replicated(mesh)),
         ]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(mesh.devices.flat[0]):
-            return step.trace(*placed).lower().compile()
+            return step.trace(*arguments).lower().compile()
 
 
 def _placed(tree: Any, shardings: Any) -> Any:

@@ -1,5 +1,6 @@
 """The answer of `fastjax plan`: what a run needs of a described GPU."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,12 +15,14 @@ from fastjax.models.config import ModelConfig
 from fastjax.models.presets import PRESETS, preset
 from fastjax.models.quant_config import QuantConfig
 from fastjax.models.remat import AUTO, RematPlan, parse_plan
+from fastjax.models.sharding import check_layout
 from fastjax.train.config import TrainConfig
 from fastjax.train.memory import Need, savings
-from fastjax.train.mesh import AXES
+from fastjax.train.mesh import AXES, num_batch_shards
 from fastjax.train.parts import adapter_folder, lora_settings, open_base, quantization_settings
 from fastjax.train.plan.abstract import AbstractRun, abstract_batch
 from fastjax.train.plan.choose import choose_plan, usable, workspace_guess
+from fastjax.train.plan.collectives import collective_bytes
 from fastjax.train.plan.costs import Workload, adapter_width, kept_bytes, planned_bytes
 from fastjax.train.plan.memory import read_memory
 from fastjax.train.plan.speed import step_seconds
@@ -37,16 +40,20 @@ _CLOSE = 1.01
 
 @dataclass(frozen=True)
 class Report:
-    """What a step needs, GiB and seconds.
+    """What a step needs of each GPU, GiB and seconds.
 
     Attributes:
-      parts: bytes on the device: weights, trained, optimizer, activations, workspace.
+      mesh: as the settings name it; the GPUs are those of one host.
+      parts: bytes on a device: weights, trained, optimizer, activations, workspace.
       fits: whether the peak is at most `budget`, which is what arrays can fill of the memory there is.
+      tokens_per_second: of all GPUs together; with several, no time is counted for what they exchange.
+      exchanged: collective and dtype -> bytes a step, see `collective_bytes`; empty for one GPU.
       longest_row, largest_batch: with `longest`, of batch 1 and of max_seq_length; else None.
     """
 
     model: str
     gpu: str
+    mesh: str
     policy: str
     fits: bool
     budget: int
@@ -55,6 +62,7 @@ class Report:
     host: int
     step_time_s: float
     tokens_per_second: float
+    exchanged: dict[str, int]
     longest_row: int | None = None
     largest_batch: int | None = None
 
@@ -62,23 +70,29 @@ class Report:
         """In a form that JSON takes; bytes as GiB."""
         gib = lambda value: round(value / _GIB, 3)  # noqa: E731
         return {
-            "model": self.model, "gpu": self.gpu, "fits": self.fits, "policy": self.policy, "peak_gib": gib(self.peak),
+            "model": self.model, "gpu": self.gpu, "mesh": self.mesh, "fits": self.fits, "policy": self.policy,
+            "peak_gib": gib(self.peak),
             "budget_gib": gib(self.budget), "parts_gib": {name: gib(value) for name, value in self.parts.items()},
             "host_gib": gib(self.host), "step_time_s": round(self.step_time_s, 4),
-            "tokens_per_second": round(self.tokens_per_second, 1), "longest_row": self.longest_row,
-            "largest_batch": self.largest_batch,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "exchanged_gib": {name: gib(value) for name, value in self.exchanged.items()},
+            "longest_row": self.longest_row, "largest_batch": self.largest_batch,
         }  # fmt: skip
 
     def __str__(self) -> str:
         parts = "\n".join(f"  {name:<12}{value / _GIB:8.2f} GiB" for name, value in self.parts.items())
         verdict = "fits" if self.fits else "does not fit"
+        where = f"each {self.gpu} of the mesh {self.mesh}" if self.exchanged else self.gpu
         lines = [
-            f"peak {self.peak / _GIB:.2f} GiB of {self.budget / _GIB:.2f} on {self.gpu}: {verdict}",
+            f"peak {self.peak / _GIB:.2f} GiB of {self.budget / _GIB:.2f} on {where}: {verdict}",
             parts,
             f"  {'host':<12}{self.host / _GIB:8.2f} GiB",
             f"remat={self.policy}",
-            f"estimated    {self.step_time_s:.3f} s a micro-batch, {self.tokens_per_second:,.0f} tokens/s",
+            f"estimated    {self.step_time_s:.3f} s a micro-batch, {self.tokens_per_second:,.0f} tokens/s"
+            + (", the exchange between GPUs left out" if self.exchanged else ""),
         ]
+        for name, value in self.exchanged.items():
+            lines.append(f"exchanged    {name} {value / _GIB:.3f} GiB a step")
         if self.longest_row is not None:
             lines.append(f"longest row  {self.longest_row:,} tokens at batch 1; largest batch {self.largest_batch}")
         return "\n".join(lines)
@@ -94,8 +108,14 @@ def make_report(config: Any, given: frozenset[str]) -> Report:
       the leanest plan fits and `longest` is not asked for.
     """
     model_config, quantization, lora = model_of(config, given)
+    shape = config.mesh_shape
+    if shape is None:
+        raise UserError(
+            "mesh=auto counts the GPUs that are there, and a plan is for others; say how many, as in fsdp=2"
+        )
+    check_layout(model_config, *shape, quantized=quantization is not None)
     try:
-        described = target_mesh(config.gpu)
+        described = target_mesh(config.gpu, math.prod(shape))
     except RuntimeError as error:
         import jaxlib
 
@@ -104,7 +124,7 @@ def make_report(config: Any, given: frozenset[str]) -> Report:
             f"planning compiles with jax's CUDA plugin, which is missing or does not load ({str(error)[:80]}); install "
             f"it: pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
         ) from error
-    mesh = Mesh(described.devices.reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = Mesh(described.devices.reshape(shape), AXES, axis_types=(AxisType.Auto,) * 3)
     run = AbstractRun.make(
         model_config, method=config.method, dtype=jnp.dtype(config.dtype), lora=lora, quantization=quantization,
         optim=config.optim,
@@ -123,7 +143,8 @@ class Planner:
         self.target = TARGETS[config.gpu]
         given = config.memory_budget_gib
         self.budget = int(self.target.device_memory * _ALLOCATABLE) if given is None else int(given * _GIB)
-        self.arguments = sum(run.num_bytes.values())
+        self.held = run.bytes_on(mesh)
+        self.arguments = sum(self.held.values())
         self.itemsize = jnp.dtype(config.dtype).itemsize
         self.adapter_width = adapter_width(run.trainable)
         need = Need.of(config, model, run.trainable, run.optimizer, self.itemsize)
@@ -134,11 +155,11 @@ class Planner:
         return Workload(seq, seq * rows, self.itemsize, self.adapter_width)
 
     def compile(self, plan: RematPlan, seq: int, rows: int) -> Any:
-        """The compiled step; each is compiled once."""
+        """The compiled step; each is compiled once. Args: rows: of each data-parallel GPU."""
         key = plan, seq, rows
         if key not in self.compiled:
-            accumulation = self.config.gradient_accumulation_steps
-            batch = abstract_batch(accumulation, rows, seq, packed=self.config.packing)
+            accumulation, all_rows = self.config.gradient_accumulation_steps, rows * num_batch_shards(self.mesh)
+            batch = abstract_batch(accumulation, all_rows, seq, packed=self.config.packing)
             self.compiled[key] = self.run.compile(plan, batch, self.mesh)
         return self.compiled[key]
 
@@ -154,13 +175,17 @@ class Planner:
 
     def report(self, plan: RematPlan, seq: int, rows: int) -> Report:
         """Of one plan, whether it fits or not."""
-        memory, work = read_memory(self.compile(plan, seq, rows)), self.work(seq, rows)
+        compiled, work = self.compile(plan, seq, rows), self.work(seq, rows)
+        memory = read_memory(compiled)
         kept = min(kept_bytes(plan, self.model, work), memory.workspace)
-        parts = self.run.num_bytes | {"activations": kept, "workspace": memory.peak - self.arguments - kept}
-        seconds = step_seconds(self.model, plan, self.target, work)
+        parts = self.held | {"activations": kept, "workspace": memory.peak - self.arguments - kept}
+        seconds = step_seconds(self.model, plan, self.target, work) / self.mesh.shape["tensor"]
+        exchanged = {} if self.mesh.size == 1 else collective_bytes(compiled.as_text())
         return Report(
-            self.config.model, self.config.gpu, str(plan), memory.peak <= usable(self.budget), usable(self.budget),
-            memory.peak, parts, memory.host, seconds, work.num_tokens / seconds,
+            self.config.model, self.config.gpu, self.config.mesh, str(plan), memory.peak <= usable(self.budget),
+            usable(self.budget), memory.peak, parts, memory.host, seconds,
+            work.num_tokens * num_batch_shards(self.mesh) / seconds,
+            {" ".join(name): size for name, size in sorted(exchanged.items())},
         )  # fmt: skip
 
     def longest(self) -> Report:

@@ -10,7 +10,7 @@ import jax
 import pytest
 from flax import nnx
 
-from fastjax.models.checkpoint import load
+from fastjax.models.checkpoint import buffers
 from fastjax.models.checkpoint.load import load_model
 from fastjax.models.checkpoint.names import places
 from fastjax.models.checkpoint.packed import lay_out_packed, planned_formats
@@ -42,14 +42,14 @@ def test_llama_3_8b_takes_at_most_5_6_gib():
 def test_the_device_holds_the_packed_model_and_one_tensor(tiny_hf, tmp_path, monkeypatch):
     tiny_hf(hidden_size=64, intermediate_size=128, num_hidden_layers=8, vocab_size=61).save_pretrained(tmp_path)
     before, most = num_bytes(jax.live_arrays()), 0
-    put = load._with_row
+    put = buffers._with_row
 
     def watched(buffer, value, layer):
         nonlocal most
         most = max(most, num_bytes(jax.live_arrays()) - before)
         return put(buffer, value, layer)
 
-    monkeypatch.setattr(load, "_with_row", watched)
+    monkeypatch.setattr(buffers, "_with_row", watched)
     model = load_model(str(tmp_path), "float32", quantization=QuantConfig())
     unpacked = 8 * (64 * 64 * 3 + 64 * 128 * 3) * 4
     # The model, the largest tensor as it came and as it was quantised, and the tables of nested scales.

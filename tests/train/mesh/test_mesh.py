@@ -64,7 +64,7 @@ def test_one_two_and_eight_devices_agree_and_no_activation_is_gathered():
         capture_output=True,
         text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     assert done.returncode == 0, done.stderr[-3000:]
     one, *others = json.loads(done.stdout)
