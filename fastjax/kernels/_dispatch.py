@@ -1,11 +1,29 @@
 """Choice of an op's implementation, and what is known of the device that will run it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import jax
 
 # The oldest generation that Pallas' Triton backend compiles for.
 _OLDEST_COMPUTE_CAPABILITY = 8.0
+
+
+_preferred: ContextVar[tuple[str, ...]] = ContextVar("preferred implementations", default=())
+
+
+@contextmanager
+def prefer(*implementations: str) -> Iterator[None]:
+    """Inside, a call that names no implementation takes the first of these that its op has and that can run here.
+
+    What is traced outside, and what jax has traced before, is not changed.
+    """
+    token = _preferred.set(implementations)
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
 
 
 def target_device() -> jax.Device:
@@ -46,8 +64,9 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
     Raises: ValueError for an unknown name; NotImplementedError, with the reasons, where nothing that may run can.
     """
     if implementation is None:
-        for name, reason in reasons.items():
-            if reason is None:
+        first = [name for name in _preferred.get() if name in reasons]
+        for name in (*first, *reasons):
+            if reasons[name] is None:
                 return name
         tried = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
         raise NotImplementedError(f"{op}: no implementation can run here: {tried}")
