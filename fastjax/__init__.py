@@ -5,6 +5,8 @@ Importing this module is cheap: each public name is loaded when it is first used
 
 from typing import TYPE_CHECKING, Any
 
+from fastjax.version import __version__
+
 if TYPE_CHECKING:
     from fastjax.api import FastLanguageModel, is_bfloat16_supported
     from fastjax.face.sft_config import SFTConfig
@@ -13,8 +15,6 @@ if TYPE_CHECKING:
 __all__ = [
     "FastLanguageModel", "SFTConfig", "SFTTrainer", "__version__", "is_bfloat16_supported", "train_on_responses_only",
 ]  # fmt: skip
-__version__ = "0.1.0"
-
 
 _HOMES = {
     "FastLanguageModel": "fastjax.api",

@@ -17,13 +17,14 @@ ROOM_MAY_IMPORT = {
     "kernels": {"kernels", "errors"},
     "models": {"kernels", "models", "errors"},
     "hosts": {"errors", "hosts"},
-    "train": {"kernels", "models", "train", "errors", "settings", "devices", "cli", "gpu_targets", "hosts"},
+    "train": {"kernels", "models", "train", "errors", "settings", "devices", "cli", "gpu_targets", "hosts", "version"},
 }
 LOW = {
     "errors.py": set(),
     "settings.py": {"errors"},
     "devices.py": {"errors"},
     "gpu_targets.py": set(),
+    "version.py": set(),
     "cli.py": {"errors", "settings", "devices"},
 }
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
-import fastjax
 from fastjax.devices import user_cache
 from fastjax.errors import UserError
 from fastjax.models.config import ModelConfig
 from fastjax.models.remat import RematPlan, parse_plan
 from fastjax.train.plan.costs import Workload
+from fastjax.version import __version__
 
 # Raised whenever the file of an equal key would be read otherwise.
 _FORMAT = 1
@@ -32,7 +32,7 @@ def plan_file(config: ModelConfig, work: Workload, *, gpu: str, budget: int, **m
     """
     content = {
         "format": _FORMAT,
-        "versions": [jax.__version__, fastjax.__version__],
+        "versions": [jax.__version__, __version__],
         "model": asdict(config),
         "work": asdict(work),
         "gpu": gpu,
