@@ -22,6 +22,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--remat", default="auto")
+    parser.add_argument("--offload-embedding", action="store_true", help="keep the embedding's table in host memory")
     parser.add_argument("--optim", default="adamw")
     parser.add_argument(
         "--memory-budget-gib", type=float, help="limit of the allocator, weights included, which --remat auto fills"

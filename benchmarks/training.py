@@ -20,6 +20,8 @@ from fastjax.models.lora import LoraConfig, apply_lora, split_trainable
 from fastjax.models.quant_config import QuantConfig
 from fastjax.models.remat import AUTO, RematPlan, parse_plan
 from fastjax.train.config import parse_mesh
+from fastjax.train.host_embedding import take_table
+from fastjax.train.loss import ROWS
 from fastjax.train.mesh import (
     frozen_shardings,
     make_mesh,
@@ -63,12 +65,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     config = model.config
     graphdef, trainable, frozen = split_trainable(model, options.method)
     del model
+    table = None
+    if options.offload_embedding:
+        frozen, table = take_table(frozen)
+        table = np.array(table)
     optimizer = make_optimizer(optax.constant_schedule(1e-4), optim=options.optim)
     trainable = jax.device_put(trainable, trained_shardings(config, mesh, trainable))
     frozen = jax.device_put(frozen, frozen_shardings(config, mesh, frozen))
     places = state_shardings(config, mesh, jax.eval_shape(optimizer.init, trainable), trainable)
     opt_state = jax.jit(optimizer.init, out_shardings=places)(trainable)
-    batch = put_batch(make_batch(options, config.vocab_size, num_batch_shards(mesh)), mesh)
+    host_batch: dict[str, Any] = make_batch(options, config.vocab_size, num_batch_shards(mesh))
+    if table is not None:
+        host_batch[ROWS] = table[host_batch["input_ids"]]
+        del table
+    batch = put_batch(host_batch, mesh)
     rng = jax.device_put(jax.random.key(0), replicated(mesh))
     states = trainable, opt_state, frozen
     started = time.perf_counter()
@@ -103,6 +113,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "mesh": options.mesh,
         "packed": options.packed,
         "remat": plan,
+        "offload_embedding": options.offload_embedding,
         "memory_budget_gib": options.memory_budget_gib,
         "tokens_per_second": round(num_tokens / step_s, 1),
         "tokens_per_second_per_device": round(num_tokens / step_s / mesh.size, 1),

@@ -253,6 +253,7 @@ class CausalLM(nnx.Module):
         packed: bool = True,
         mlp_tokens: int | None = None,
         parallel: Parallel = ALONE,
+        embeddings: jax.Array | None = None,
     ) -> Any:
         """The final norm's output for every token.
 
@@ -269,6 +270,7 @@ class CausalLM(nnx.Module):
           mlp_tokens: tokens of the batch that an MLP takes at a time, in layers of which `remat` does not keep
             gate and up; None means all. Its width times the tokens is most of what a layer needs beside what is kept.
           parallel: inside `jax.shard_map`, this device's part; arrays and weights are then its own.
+          embeddings: [B, T, D] in the compute dtype, the embedding's rows of `input_ids`; None looks them up.
         Returns: [B, T, D] in the compute dtype; with a cache the pair (hidden, cache).
         """
         if positions is None:
@@ -298,7 +300,7 @@ class CausalLM(nnx.Module):
             )  # fmt: skip
             return out, None
 
-        x = self.embed_tokens(input_ids, self.dtype, parallel.look_up)
+        x = self.embed_tokens(input_ids, self.dtype, parallel.look_up) if embeddings is None else embeddings
         carry = (x, cache)
         for first, count, policy in groups:
             inputs = (stacked, jnp.arange(first, first + count))

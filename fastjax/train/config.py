@@ -190,6 +190,10 @@ class TrainConfig(RowConfig):
     grad_compression: Literal["none", "int8", "int4"] = setting(
         "none", "sum the gradients of method=full over the data axis in 8 or 4 bits, errors carried to the next step"
     )
+    offload_embedding: bool = setting(
+        False, "keep the frozen embedding's table in host memory; only the rows of a batch travel to the device"
+    )
+
     nonfinite: Literal["stop", "skip"] = setting(
         "stop", "on a loss or gradient that is not finite: stop (exit code 4), or skip the update and count it"
     )

@@ -1,7 +1,7 @@
 """The evaluation loss: one mean over all target tokens, whatever the batches."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +32,14 @@ def evaluate(
     *,
     mesh: Mesh,
     stop: Callable[[], bool] = lambda: False,
+    look_up: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
 ) -> EvalResult | None:
     """The loss over every batch, summed in float64 and divided once.
 
     Args:
       step: from `make_eval_step`.
       batches: host batches of [1, B, T] arrays; all-padding rows weigh nothing.
+      look_up: adds to a batch what the step reads beside it.
       stop: asked before each batch; once true, the evaluation is abandoned and None returned.
     Raises: UserError if there is no target token.
     """
@@ -54,7 +56,7 @@ def evaluate(
     for batch in batches:
         if stop():
             return None
-        pending.append(step(trainable, frozen, put_batch(batch, mesh)))
+        pending.append(step(trainable, frozen, put_batch(look_up(batch), mesh)))
         if len(pending) > in_flight:
             settle()
     while pending:

@@ -23,7 +23,8 @@ from fastjax.train.agreed_stop import AgreedStop
 from fastjax.train.best import Best, best_of
 from fastjax.train.compressed import CompressedState, no_residuals
 from fastjax.train.config import TrainConfig
-from fastjax.train.data import Dataset, TrainingRows, steps_per_epoch, train_batches
+from fastjax.train.data import Batches, Dataset, TrainingRows, steps_per_epoch, train_batches
+from fastjax.train.host_embedding import HostTable, check_offload, offloaded
 from fastjax.train.memory import Need, out_of_memory
 from fastjax.train.mesh import (
     check_covers_processes,
@@ -107,6 +108,7 @@ class Trainer:
         )
         if config.remat != AUTO:
             parse_plan(config.remat)
+        check_offload(config, model.config)
         check_writer(config.report_to)
         self.folder = RunFolder(Path(config.output_dir))
         self.store = CheckpointStore(self.folder.checkpoints, config.save_total_limit)
@@ -180,12 +182,20 @@ class Trainer:
         if self.start is not None:
             self.start(self.model)
         from_first(lambda: self._start_folder(state, keep=checkpoint is not None))
-        run = Run(self, graphdef, frozen, state, batches)
+        with offloaded(self.model, frozen, config.offload_embedding) as (frozen, table):
+            return self._run(graphdef, frozen, state, batches, table)
+
+    def _run(
+        self, graphdef: Any, frozen: Any, state: TrainState, batches: Batches, table: HostTable | None
+    ) -> TrainResult:
+        run = Run(self, graphdef, frozen, state, batches, table)
         try:
             with AgreedStop() as stop:
                 result = run.steps(stop)
                 if self.finish is not None:
                     nnx.update(self.model, run.trainable)
+                    if table is not None:
+                        table.put_back()
                     self.finish(self.model, self.folder)
                     if is_first():
                         self.folder.mark_result(self.store.path(result.step))

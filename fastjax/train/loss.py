@@ -10,6 +10,8 @@ from fastjax.models.decoder import CausalLM
 from fastjax.models.parallel import ALONE, Parallel
 from fastjax.models.remat import RematPlan, parse_plan
 
+# In a batch: [A, B, T, D], what the embedding gives for input_ids, where its table is not on the device.
+ROWS = "embeddings"
 # A stream of its own for the head's dropout; the decoder derives its layers' keys from the same micro-batch key.
 _HEAD_STREAM = 0x6EAD
 # Tokens of a device that an MLP takes at a time where its activations are not kept: a matmul is as fast as over more,
@@ -56,7 +58,8 @@ def loss_sum(
     Full logits never exist: the head's matmul lives inside the chunked loss.
 
     Args:
-      batch: see `shifted_targets`; positions [B, T] int32, where rows hold several documents.
+      batch: see `shifted_targets`; positions [B, T] int32, where rows hold several documents; ROWS, where the
+        embedding's table is in host memory.
       parallel: inside `jax.shard_map`, this device's part; the sum is then over its own rows, and the gradients are
         its own parts.
       train_head: whether the head's weight gets a gradient.
@@ -75,6 +78,7 @@ def loss_sum(
         packed="positions" in batch,
         mlp_tokens=MLP_TOKENS_IF_SHORT if plan.offloads else MLP_TOKENS,
         parallel=parallel,
+        embeddings=batch.get(ROWS),
     )
     if parallel.vocab_axis is not None:
         hidden = parallel.enter(hidden)

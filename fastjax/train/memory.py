@@ -1,14 +1,16 @@
 """What a run that is out of device memory can do about it, and how much each way spares."""
 
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
+from fastjax.errors import UserError
 from fastjax.models.config import ModelConfig
 from fastjax.models.remat import AUTO, RematPlan, parse_plan
 from fastjax.train.config import TrainConfig
+from fastjax.train.host_embedding import check_offload
 from fastjax.train.plan.choose import Choice, workspace_guess
 from fastjax.train.plan.costs import Workload, adapter_width, planned_bytes
 from fastjax.train.plan.memory import num_bytes
@@ -102,7 +104,18 @@ def savings(config: TrainConfig, need: Need | None = None) -> list[str]:
         # Two moments of 4 bytes, against 1 byte each and a scale for 256 of them.
         spared = 0 if need is None else int(need.states * (1 - (1 + 4 / 256) / 4))
         found.append(f"keep the optimiser's moments in 8 bit: --optim adamw_8bit{_less(spared)}")
+    if need is not None and not config.offload_embedding and _can_offload(config, need.model):
+        table = need.model.vocab_size * need.model.hidden_size * need.work.itemsize
+        found.append(f"keep the embedding in host memory: --offload_embedding{_less(table)}")
     return found
+
+
+def _can_offload(config: TrainConfig, model: ModelConfig) -> bool:
+    try:
+        check_offload(replace(config, offload_embedding=True), model)
+    except UserError:
+        return False
+    return True
 
 
 def _less(num_bytes: int) -> str:

@@ -15,11 +15,12 @@ from fastjax.models.host import place
 from fastjax.models.sharding import AXES, BATCH_AXES, Layout, check_layout, fitting_meshes, mesh_name
 from fastjax.train.compressed import CompressedState
 from fastjax.train.config import RowConfig
+from fastjax.train.loss import ROWS
 
 __all__ = [
-    "AXES", "BATCH_AXES", "batch_sharding", "check_covers_processes", "config_mesh", "frozen_shardings", "local_rows",
-    "make_mesh", "num_batch_shards", "put_batch", "replicated", "shares_threads", "state_shardings", "state_specs",
-    "trained_shardings",
+    "AXES", "BATCH_AXES", "batch_sharding", "batch_shardings", "check_covers_processes", "config_mesh",
+    "frozen_shardings", "local_rows", "make_mesh", "num_batch_shards", "put_batch", "replicated", "shares_threads",
+    "state_shardings", "state_specs", "trained_shardings",
 ]  # fmt: skip
 
 
@@ -87,7 +88,13 @@ def shares_threads(mesh: Mesh) -> bool:
 
 def put_batch(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
     """A host batch of [A, B, T] arrays on the devices; B must be a multiple of the data-parallel ranks."""
-    return place(dict(batch), batch_sharding(mesh))
+    return place(dict(batch), batch_shardings(batch, mesh))
+
+
+def batch_shardings(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, NamedSharding]:
+    """Where each of a batch's arrays lies: rows of the embedding wait in host memory, the others on the devices."""
+    split = batch_sharding(mesh)
+    return {name: split.with_memory_kind("pinned_host") if name == ROWS else split for name in batch}
 
 
 def check_covers_processes(mesh: Mesh) -> None:

@@ -24,6 +24,7 @@ from fastjax.models.peft_io import load_adapter, save_adapter
 from fastjax.train.config import TrainConfig
 from fastjax.train.data import Dataset, TrainingRows, prompt_ids
 from fastjax.train.data.sources import parse_sources
+from fastjax.train.host_embedding import check_offload
 from fastjax.train.loop import Trainer
 from fastjax.train.mesh import check_covers_processes, config_mesh
 from fastjax.train.metrics import check_writer
@@ -120,6 +121,7 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = pri
     check_writer(config.report_to)
     base = open_base(config.model, config.adapter)
     config, lora = lora_settings(config, given)
+    check_offload(config, base.config)
     if lora is not None:
         check_targets(lora, base.config, strict=config.adapter is None)
     set_chat_template(base, config)

@@ -15,7 +15,7 @@ from fastjax.models.parallel import ALONE, Parallel
 from fastjax.models.remat import RematPlan
 from fastjax.models.sharding import AXES, BATCH_AXES, Layout
 from fastjax.train.compressed import CompressedState, Residual, compressed_gradients
-from fastjax.train.loss import head_is_trained, loss_sum
+from fastjax.train.loss import ROWS, head_is_trained, loss_sum
 from fastjax.train.mesh import replicated, state_specs
 from fastjax.train.optim import step_count
 
@@ -115,6 +115,7 @@ def _summed_gradients(
     num_micro = batch["input_ids"].shape[0]
 
     def micro(index: jax.Array | int, one: dict[str, jax.Array]) -> tuple[Any, Metrics]:
+        one = _on_device(one)
         gradients, sums = gradient(trainable, frozen, one, jax.random.fold_in(rng, index))
         return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums
 
@@ -189,6 +190,11 @@ class _Sharded:
         return place(trainable, self.trained), place(opt_state, states), place(metrics, whole)
 
 
+def _on_device(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """A batch whose rows of the embedding, if it brings them, have left host memory."""
+    return batch | {name: jax.device_put(batch[name], jax.memory.Space.Device) for name in (ROWS,) if name in batch}
+
+
 def _unless_skipped(finite: jax.Array, after: jax.Array, before: jax.Array) -> jax.Array:
     is_count = after.ndim == 0 and jnp.issubdtype(after.dtype, jnp.integer)
     return after if is_count else jnp.where(finite, after, before)
@@ -202,7 +208,7 @@ def make_eval_step(graphdef: Any, *, mesh: Mesh) -> EvalStep:
 
     def sums(parallel: Parallel, trainable: Any, frozen: Any, batch: dict[str, jax.Array], rng: None) -> Metrics:
         model = nnx.merge(graphdef, trainable, frozen)
-        batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
+        batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), _on_device(batch))
         # Without a backward nothing is kept or computed again, but long rows go through the MLPs in pieces.
         total, targets = loss_sum(model, batch, parallel=parallel, remat="full")
         return parallel.summed_over_rows(

@@ -22,8 +22,9 @@ from fastjax.train.data import Batches, Dataset, eval_batches
 from fastjax.train.evaluate import EvalResult, evaluate
 from fastjax.train.feed import Feed
 from fastjax.train.health import Health
+from fastjax.train.host_embedding import HostTable
 from fastjax.train.memory import Need, savings
-from fastjax.train.mesh import batch_sharding, local_rows, num_batch_shards, put_batch, shares_threads
+from fastjax.train.mesh import batch_shardings, local_rows, num_batch_shards, put_batch, shares_threads
 from fastjax.train.metrics import Interval, MetricsFile, make_writer, plot_loss
 from fastjax.train.plan.abstract import abstract_batch
 from fastjax.train.plan.auto import auto_step
@@ -72,9 +73,13 @@ class Setup(Protocol):
 class Run:
     """The moving parts of one training call; `steps` runs it, `close` ends it."""
 
-    def __init__(self, setup: Setup, graphdef: Any, frozen: Any, state: TrainState, batches: Batches) -> None:
+    def __init__(
+        self, setup: Setup, graphdef: Any, frozen: Any, state: TrainState, batches: Batches,
+        table: HostTable | None = None,
+    ) -> None:  # fmt: skip
         self.setup, self.config, self.mesh = setup, setup.config, setup.mesh
-        self.feed = Feed(batches, lambda batch: put_batch(batch, self.mesh))
+        self.look_up = dict if table is None else table.with_rows
+        self.feed = Feed(batches, lambda batch: put_batch(self.look_up(batch), self.mesh))
         self.frozen, self.trainable, self.opt_state = frozen, state.trainable, state.opt_state
         self.rng, self.step, self.first_step = state.rng, state.step, state.step
         self.interval = Interval(**state.position.get("interval", {}))
@@ -113,12 +118,13 @@ class Run:
         if config.remat != AUTO:
             return make(parse_plan(config.remat))
         shape = (config.gradient_accumulation_steps, setup.batch_size, max(batches.widths))
-        batch = abstract_batch(*shape, packed=batches.packed)
-        sharding = batch_sharding(self.mesh)
+        rows = (setup.model.config.hidden_size, setup.model.dtype) if config.offload_embedding else None
+        batch = abstract_batch(*shape, packed=batches.packed, rows=rows)
+        places = batch_shardings(batch, self.mesh)
         step = auto_step(
             make,
             (self.trainable, self.opt_state, self.frozen),
-            {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()},
+            {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name]) for name, x in batch.items()},
             self.rng,
             config=setup.model.config,
             itemsize=setup.model.dtype.itemsize,
@@ -239,7 +245,10 @@ class Run:
         begin = time.perf_counter()
         here = local_rows(self.mesh, self.setup.eval_batch_size)
         with eval_batches(rows, self.setup.eval_batch_size, local_rows=here) as batches:
-            result = evaluate(self.eval_step, self.trainable, self.frozen, batches, mesh=self.mesh, stop=stop.requested)
+            result = evaluate(
+                self.eval_step, self.trainable, self.frozen, batches, mesh=self.mesh, stop=stop.requested,
+                look_up=self.look_up,
+            )  # fmt: skip
         if result is not None:
             if not math.isfinite(result.loss):
                 self._numbers_went_wrong(step, f"eval_loss {result.loss}")

@@ -16,7 +16,9 @@ from fastjax.models.lora import LoraConfig, apply_lora, module_at, split_trainab
 from fastjax.models.quant_config import QuantConfig
 from fastjax.models.quantized import full_shape, quantized_linears
 from fastjax.models.remat import RematPlan
-from fastjax.train.mesh import batch_sharding, frozen_shardings, replicated, state_shardings, trained_shardings
+from fastjax.train.host_embedding import take_table
+from fastjax.train.loss import ROWS
+from fastjax.train.mesh import batch_shardings, frozen_shardings, replicated, state_shardings, trained_shardings
 from fastjax.train.optim import make_optimizer
 from fastjax.train.plan.memory import num_bytes
 from fastjax.train.step import make_train_step
@@ -50,13 +52,14 @@ class AbstractRun:
     @classmethod
     def make(
         cls, config: ModelConfig, *, method: str, dtype: Any, lora: LoraConfig | None, quantization: QuantConfig | None,
-        optim: str = "adamw",
+        optim: str = "adamw", offload_embedding: bool = False,
     ) -> "AbstractRun":  # fmt: skip
         """The run of a model that is not there.
 
         Args:
           lora: None trains every weight.
           quantization: None keeps the base in `dtype`.
+          offload_embedding: whether the embedding's table is in host memory.
         """
 
         if lora is None:
@@ -68,6 +71,8 @@ class AbstractRun:
             if quantization is not None:
                 _pack(model, config, dtype, quantization)
             graphdef, trainable, frozen = split_trainable(model, method)
+        if offload_embedding:
+            frozen, _ = take_table(frozen)
         optimizer = make_optimizer(lambda step: 1e-4, optim=optim)
         return cls(graphdef, trainable, frozen, jax.eval_shape(optimizer.init, trainable), optimizer)
 
@@ -97,7 +102,7 @@ class AbstractRun:
         step: Any = make_train_step(self.graphdef, self.optimizer, mesh=mesh, remat=plan)
         arguments = [
             *self.placed(mesh),
-            {name: _placed(leaf, batch_sharding(mesh)) for name, leaf in batch.items()},
+            _placed(batch, batch_shardings(batch, mesh)),
             _placed(jax.eval_shape(lambda: jax.random.key(0)), replicated(mesh)),
         ]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(mesh.devices.flat[0]):
@@ -108,11 +113,19 @@ def _placed(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, shardings)
 
 
-def abstract_batch(accumulation: int, rows: int, seq: int, *, packed: bool) -> dict[str, jax.ShapeDtypeStruct]:
-    """[A, B, T] arrays as the pipeline hands them out."""
-    shape = (accumulation, rows, seq)
+def abstract_batch(
+    accumulation: int, num_rows: int, seq: int, *, packed: bool, rows: tuple[int, Any] | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """[A, B, T] arrays as the pipeline hands them out.
+
+    Args:
+      rows: (width, dtype) of the embedding's rows that the batch brings; None: it brings none.
+    """
+    shape = (accumulation, num_rows, seq)
     names = ("input_ids", "segment_ids", "positions") if packed else ("input_ids", "segment_ids")
     arrays = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
+    if rows is not None:
+        arrays[ROWS] = jax.ShapeDtypeStruct((*shape, rows[0]), rows[1])
     return arrays | {"loss_mask": jax.ShapeDtypeStruct(shape, jnp.bool_)}
 
 

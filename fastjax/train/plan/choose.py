@@ -62,6 +62,7 @@ def choose_plan(
     compile_step: Callable[[RematPlan], Any],
     known: tuple[RematPlan, int] | None = None,
     ways: Sequence[str] = (),
+    read: Callable[[Any], StepMemory] = read_memory,
 ) -> Choice:
     """The plan that recomputes least and whose compiled step fits.
 
@@ -70,6 +71,7 @@ def choose_plan(
       arguments: bytes of weights, adapters and states on each device.
       compile_step: a plan -> jax's compiled step.
       known: the plan that an earlier search found, and its peak; if the compiler says the same again, it is taken.
+      read: what a compiled step needs.
       ways: settings that take less memory, for the message where nothing fits.
     Raises: DeviceMemoryError if the leanest plan does not fit, saying by how much, and what would.
     """
@@ -85,7 +87,7 @@ def choose_plan(
         if plan in tried:
             break
         compiled = compile_step(plan)
-        memory = read_memory(compiled)
+        memory = read(compiled)
         share = recomputed_flop(plan, config, work) / step_flop(config, work.seq)
         choice = tried[plan] = Choice(plan, memory, share, compiled)
         fits = memory.peak <= limit

@@ -17,6 +17,7 @@ from fastjax.models.quant_config import QuantConfig
 from fastjax.models.remat import AUTO, RematPlan, parse_plan
 from fastjax.models.sharding import check_layout
 from fastjax.train.config import TrainConfig
+from fastjax.train.host_embedding import check_offload
 from fastjax.train.memory import Need, savings
 from fastjax.train.mesh import AXES, num_batch_shards
 from fastjax.train.parts import adapter_folder, lora_settings, open_base, quantization_settings
@@ -24,7 +25,7 @@ from fastjax.train.plan.abstract import AbstractRun, abstract_batch
 from fastjax.train.plan.choose import choose_plan, usable, workspace_guess
 from fastjax.train.plan.collectives import collective_bytes
 from fastjax.train.plan.costs import Workload, adapter_width, kept_bytes, planned_bytes
-from fastjax.train.plan.memory import read_memory
+from fastjax.train.plan.memory import StepMemory, read_memory
 from fastjax.train.plan.speed import step_seconds
 
 _GIB = 2**30
@@ -114,6 +115,7 @@ def make_report(config: Any, given: frozenset[str]) -> Report:
             "mesh=auto counts the GPUs that are there, and a plan is for others; say how many, as in fsdp=2"
         )
     check_layout(model_config, *shape, quantized=quantization is not None)
+    check_offload(config, model_config)
     try:
         described = target_mesh(config.gpu, math.prod(shape))
     except RuntimeError as error:
@@ -127,7 +129,7 @@ def make_report(config: Any, given: frozenset[str]) -> Report:
     mesh = Mesh(described.devices.reshape(shape), AXES, axis_types=(AxisType.Auto,) * 3)
     run = AbstractRun.make(
         model_config, method=config.method, dtype=jnp.dtype(config.dtype), lora=lora, quantization=quantization,
-        optim=config.optim,
+        optim=config.optim, offload_embedding=config.offload_embedding,
     )  # fmt: skip
     planner = Planner(config, model_config, run, mesh)
     if config.longest:
@@ -159,9 +161,21 @@ class Planner:
         key = plan, seq, rows
         if key not in self.compiled:
             accumulation, all_rows = self.config.gradient_accumulation_steps, rows * num_batch_shards(self.mesh)
-            batch = abstract_batch(accumulation, all_rows, seq, packed=self.config.packing)
+            looked_up = (self.model.hidden_size, self.config.dtype) if self.config.offload_embedding else None
+            batch = abstract_batch(accumulation, all_rows, seq, packed=self.config.packing, rows=looked_up)
             self.compiled[key] = self.run.compile(plan, batch, self.mesh)
         return self.compiled[key]
+
+    def memory(self, compiled: Any, seq: int, rows: int) -> StepMemory:
+        """As the compiler reports it, but with the rows that a batch brings of the embedding in host memory."""
+        memory = read_memory(compiled)
+        if not self.config.offload_embedding:
+            return memory
+        # A described GPU has no host memory. A step of one micro-batch copies what is an argument here.
+        one = rows * seq * self.model.hidden_size * self.itemsize
+        accumulation = self.config.gradient_accumulation_steps
+        beside = one * accumulation if accumulation > 1 else 0
+        return replace(memory, arguments=memory.arguments - beside, host=memory.host + one * accumulation)
 
     def choose(self, seq: int, rows: int) -> Report:
         """Of what `remat` names, or of the plan that fits."""
@@ -170,13 +184,14 @@ class Planner:
         choice = choose_plan(
             self.model, self.work(seq, rows), budget=self.budget, arguments=self.arguments,
             compile_step=lambda plan: self.compile(plan, seq, rows), ways=self.ways,
+            read=lambda compiled: self.memory(compiled, seq, rows),
         )  # fmt: skip
         return self.report(choice.plan, seq, rows)
 
     def report(self, plan: RematPlan, seq: int, rows: int) -> Report:
         """Of one plan, whether it fits or not."""
         compiled, work = self.compile(plan, seq, rows), self.work(seq, rows)
-        memory = read_memory(compiled)
+        memory = self.memory(compiled, seq, rows)
         kept = min(kept_bytes(plan, self.model, work), memory.workspace)
         parts = self.held | {"activations": kept, "workspace": memory.peak - self.arguments - kept}
         seconds = step_seconds(self.model, plan, self.target, work) / self.mesh.shape["tensor"]
@@ -215,7 +230,8 @@ class Planner:
         size = max(1, int(room / per_token / tokens_of_one))
         measured: list[tuple[int, int]] = []
         for _ in range(_MOST_SIZES):
-            memory = read_memory(self.compile(plan, *shape(size * step)))
+            seq, rows = shape(size * step)
+            memory = self.memory(self.compile(plan, seq, rows), seq, rows)
             used = memory.peak - self.arguments
             measured.append((size, used))
             if used <= room:
