@@ -83,6 +83,9 @@ def session(place: Place | None, explain: Callable[[BaseException], tuple[int, s
         yield
         return
     watch = _connect(place, _TO_CONNECT_S)
+    if watch is None:
+        yield
+        return
     try:
         with contextlib.ExitStack() as stack:
             if not exchange.is_first():
@@ -105,9 +108,11 @@ def finish(exit_code: int, argv: Sequence[str]) -> int:
     """
     if exit_code == 0:
         return 0
+    watch: Watch | None = None
     if _watch is None and not _tried and (place := _place_in(argv)) is not None:
         with contextlib.suppress(UserError):
             watch = _connect(place, _TO_TELL_S)
+        if watch is not None:
             watch.fail(exit_code, f"exit code {exit_code}, before it had begun; its own message says why")
     if _watch is not None:
         sys.stdout.flush()
@@ -116,7 +121,8 @@ def finish(exit_code: int, argv: Sequence[str]) -> int:
     return exit_code
 
 
-def _connect(place: Place, timeout_s: int) -> Watch:
+def _connect(place: Place, timeout_s: int) -> Watch | None:
+    """The watch over the other processes; None where there turn out to be none."""
     global _watch, _tried
     import jax
 
@@ -137,6 +143,8 @@ def _connect(place: Place, timeout_s: int) -> Watch:
             place.num_processes,
             place.process_id,
             initialization_timeout=timeout_s,
+            # One that is told its place may have all GPUs of a host; by Slurm's number jax would give it one.
+            cluster_detection_method=None if place.coordinator is None else "deactivate",
             heartbeat_timeout_seconds=_HEARTBEAT_S,
         )
     except (ValueError, RuntimeError, KeyError) as error:
@@ -152,7 +160,7 @@ def _connect(place: Place, timeout_s: int) -> Watch:
         ) from error
     finally:
         witness.dismiss()
-    _watch = Watch()
+    _watch = Watch() if exchange.num_processes() > 1 else None
     return _watch
 
 

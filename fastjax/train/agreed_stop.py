@@ -63,12 +63,16 @@ class AgreedStop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._left.set()
+        if exchange.num_processes() > 1:
+            # Nobody waits for the answer of one that has left.
+            with suppress(RuntimeError):
+                exchange.put(f"{self._key}/calls/{exchange.process_id()}", self._calls)
         self._signals.__exit__(kind, error, trace)
 
     def _look(self) -> None:
         said = False
         # What is gone when the store of words is gone, `hosts.watch` tells.
-        with suppress(RuntimeError, TimeoutError):
+        with suppress(RuntimeError):
             while not self._left.wait(_EVERY_S):
                 if self._signals and not said:
                     said = True
@@ -81,7 +85,15 @@ class AgreedStop:
     def _agree(self, number: int) -> None:
         with self._lock:
             exchange.put(f"{self._key}/calls/{exchange.process_id()}", self._calls)
-            calls = [
-                exchange.get(f"{self._key}/calls/{process}", _PATIENCE_S) for process in range(exchange.num_processes())
-            ]
-            self._stop = max(calls) + 1, number
+            calls = [self._answer(process) for process in range(exchange.num_processes())]
+            known = [count for count in calls if count is not None]
+            if len(known) == len(calls):
+                self._stop = max(known) + 1, number
+
+    def _answer(self, process: int) -> int | None:
+        """How often a process has been asked; it may still be compiling. None if this one leaves before it answers."""
+        while True:
+            with suppress(TimeoutError):
+                return int(exchange.get(f"{self._key}/calls/{process}", _PATIENCE_S))
+            if self._left.is_set():
+                return None
