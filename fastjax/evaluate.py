@@ -28,11 +28,12 @@ def evaluate(config: EvaluateConfig, options: Options) -> None:
         config = dataclasses.replace(config, model=model_of("", config.adapter))
     config.validate()
     from fastjax.train.mesh import config_mesh
-    from fastjax.train.parts import evaluate_model, load_base, open_base
+    from fastjax.train.parts import evaluate_model, form_of_base, load_base, open_base
     from fastjax.train.rows import load_rows, set_chat_template
 
     base = open_base(config.model, config.adapter)
-    is_4bit = bool(config.load_in_4bit) or base.checkpoint.quantization is not None
+    form = form_of_base(config.adapter, config.load_in_4bit)
+    is_4bit = form.quantization is not None or base.checkpoint.quantization is not None
     mesh = config_mesh(config, base.config, "lora", quantized=is_4bit)
     set_chat_template(base, config)
     rows = load_rows(config.data, config, base)

@@ -193,7 +193,7 @@ def _check_copy(file: SafetensorsFile, key: str, base: jax.Array) -> None:
     entry = file.header.entries[key]
     if entry.shape == base.shape and entry.dtype.name in _FLOATS:
         given = file.read(key).astype(base.dtype)
-        if np.array_equal(given.view(np.uint8), np.ascontiguousarray(base).view(np.uint8)):
+        if np.array_equal(given.view(np.uint8), np.ascontiguousarray(to_host(base)).view(np.uint8)):
             return
     raise UserError(
         f"{file.path}: {key} is another weight than the base model's, and modules_to_save does not name it; load the "

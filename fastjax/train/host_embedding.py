@@ -36,7 +36,7 @@ def check_offload(config: TrainConfig, model: ModelConfig) -> None:
             "this model's head is its embedding, which the loss reads whole on the device; leave offload_embedding out"
         )
     elif config.mesh_shape is None or np.prod(config.mesh_shape) > 1:
-        why = f"mesh={config.mesh!r}: several devices split the table among them already; use mesh=data=1"
+        why = f"mesh={config.mesh!r}: it works on one device only; use mesh=data=1, or leave offload_embedding out"
     if why is not None:
         raise UserError(f"offload_embedding: {why}")
 

@@ -27,6 +27,7 @@ from fastjax.train.data import Batches, Dataset, TrainingRows, steps_per_epoch, 
 from fastjax.train.host_embedding import HostTable, check_offload, offloaded
 from fastjax.train.memory import Need, out_of_memory
 from fastjax.train.mesh import (
+    check_compresses,
     check_covers_processes,
     config_mesh,
     frozen_shardings,
@@ -79,11 +80,7 @@ class Trainer:
         self.start, self.say = start, say if is_first() else _say_nothing
         self.mesh = mesh or config_mesh(config, model.config, config.method, quantized=is_quantized(model))
         check_covers_processes(self.mesh)
-        if config.grad_compression != "none" and self.mesh.shape["data"] == 1:
-            raise UserError(
-                f"grad_compression={config.grad_compression} and a mesh with data=1: gradients are summed in few bits "
-                "over the data axis alone; use data=N with N of 2 or more, or leave grad_compression out"
-            )
+        check_compresses(config.grad_compression, self.mesh)
         shards = num_batch_shards(self.mesh)
         self.batch_size = config.per_device_train_batch_size * shards
         self.eval_batch_size = config.per_device_eval_batch_size * shards

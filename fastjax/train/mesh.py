@@ -18,7 +18,8 @@ from fastjax.train.config import RowConfig
 from fastjax.train.loss import ROWS
 
 __all__ = [
-    "AXES", "BATCH_AXES", "batch_sharding", "batch_shardings", "check_covers_processes", "config_mesh",
+    "AXES", "BATCH_AXES", "batch_sharding", "batch_shardings", "check_compresses",
+    "check_covers_processes", "config_mesh",
     "frozen_shardings", "local_rows", "make_mesh", "num_batch_shards", "put_batch", "replicated", "shares_threads",
     "state_shardings", "state_specs", "trained_shardings",
 ]  # fmt: skip
@@ -104,6 +105,15 @@ def check_covers_processes(mesh: Mesh) -> None:
             f"mesh {','.join(f'{axis}={size}' for axis, size in mesh.shape.items())} has {mesh.size} devices, and the "
             f"{num_processes()} processes of this run have {jax.device_count()}; all of them must be in the mesh, such "
             f"as data={jax.device_count()}"
+        )
+
+
+def check_compresses(grad_compression: str, mesh: Mesh) -> None:
+    """Raises: UserError if gradients are to be summed in few bits and the mesh has no axis on which they are."""
+    if grad_compression != "none" and mesh.shape["data"] == 1:
+        raise UserError(
+            f"grad_compression={grad_compression} and a mesh with data=1: gradients are summed in few bits over the "
+            "data axis alone; use data=N with N of 2 or more, or leave grad_compression out"
         )
 
 

@@ -97,28 +97,39 @@ def load_base(
         says.
     Raises: UserError for load_in_4bit=False with a base that is 4-bit on disk, and what loading raises.
     """
-    from fastjax.models.base_form import BaseForm, read_base_form
     from fastjax.models.checkpoint.load import load_model
     from fastjax.models.peft_io import load_adapter
-    from fastjax.models.quant_config import QuantConfig
 
     if load_in_4bit is False and base.checkpoint.quantization is not None:
         raise UserError(
             f"load_in_4bit=False, and {base.checkpoint.name} holds 4-bit weights; leave it out, or give the 16-bit "
             "model"
         )
+    form = form_of_base(adapter, load_in_4bit)
+    if load_in_4bit is None and form.quantization is not None and base.checkpoint.quantization is None:
+        print(
+            "note: the base is read in 4 bit, as the adapter was trained; --no_load_in_4bit keeps 16", file=sys.stderr
+        )
+    model = load_model(base.checkpoint, dtype, mesh, quantization=form.quantization, quantize_from=form.dtype)
+    if adapter is not None:
+        load_adapter(model, adapter)
+    return model
+
+
+def form_of_base(adapter: str | None, load_in_4bit: bool | None) -> "BaseForm":
+    """How a 16-bit base is read that is to be used and not trained; a 4-bit one stays as it is.
+
+    Args:
+      load_in_4bit: None does what the adapter was trained with.
+    """
+    from fastjax.models.base_form import BaseForm, read_base_form
+    from fastjax.models.quant_config import QuantConfig
+
     trained_over = (None if adapter is None else read_base_form(adapter)) or BaseForm()
     quantization = trained_over.quantization if load_in_4bit is not False else None
     if load_in_4bit and quantization is None:
         quantization = QuantConfig()
-    if load_in_4bit is None and quantization is not None and base.checkpoint.quantization is None:
-        print(
-            "note: the base is read in 4 bit, as the adapter was trained; --no_load_in_4bit keeps 16", file=sys.stderr
-        )
-    model = load_model(base.checkpoint, dtype, mesh, quantization=quantization, quantize_from=trained_over.dtype)
-    if adapter is not None:
-        load_adapter(model, adapter)
-    return model
+    return BaseForm(quantization, trained_over.dtype)
 
 
 def quantization_settings(

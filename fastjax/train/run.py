@@ -26,7 +26,7 @@ from fastjax.train.data import Dataset, TrainingRows, prompt_ids
 from fastjax.train.data.sources import parse_sources
 from fastjax.train.host_embedding import check_offload
 from fastjax.train.loop import Trainer
-from fastjax.train.mesh import check_covers_processes, config_mesh
+from fastjax.train.mesh import check_compresses, check_covers_processes, config_mesh
 from fastjax.train.metrics import check_writer
 from fastjax.train.parts import (
     Base,
@@ -131,6 +131,7 @@ def run(config: TrainConfig, given: frozenset[str] = frozenset(), say: Say = pri
     is_4bit = form.quantization is not None or base.checkpoint.quantization is not None
     mesh = config_mesh(config, base.config, config.method, quantized=is_4bit)
     check_covers_processes(mesh)
+    check_compresses(config.grad_compression, mesh)
     rows, eval_rows = training_rows(config.data, config.eval_data, config, base)
     note_slow_dtype(config.dtype, given)
     model = load_model(base.checkpoint, config.dtype, mesh, quantization=form.quantization, quantize_from=form.dtype)

@@ -61,7 +61,7 @@ def test_a_run_with_the_table_in_host_memory_has_the_same_losses(tmp_path):
         ({"method": "full"}, CONFIG, "method=full trains the embedding"),
         ({"modules_to_save": ("embed_tokens",)}, CONFIG, "modules_to_save trains embed_tokens"),
         ({}, TIED, "head is its embedding"),
-        ({"mesh": "data=2"}, CONFIG, "mesh='data=2': several devices"),
+        ({"mesh": "data=2"}, CONFIG, "mesh='data=2': it works on one device only"),
     ],
 )
 def test_a_table_that_the_device_needs_stays_there(settings, model, words):
