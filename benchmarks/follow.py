@@ -61,7 +61,7 @@ def main() -> None:
     apply_lora(model, LoraConfig(r=options.rank, lora_alpha=options.rank), jax.random.key(0))
     graphdef, trainable, frozen = split_trainable(model, "qlora")
     batches = rows_of(options, model.config.vocab_size)
-    plain = run(options, graphdef, trainable, frozen, batches, "none", ("reference", "separate"))
+    plain = run(options, graphdef, trainable, frozen, batches, "none", ("reference", "separate", "xla"))
     fast = run(options, graphdef, trainable, frozen, batches, options.remat, ())
     windows = [np.convolve(losses, np.ones(_WINDOW) / _WINDOW, "valid") for losses in (plain, fast)]
     apart = np.abs(windows[1] / windows[0] - 1)

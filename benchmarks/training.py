@@ -87,12 +87,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     memory = read_memory(compiled)
     num_tokens = int(np.sum(np.asarray(batch["segment_ids"]) > 0))
     losses: list[float] = []
+    grad_norm = 0.0
 
     def run(count: int) -> None:
-        nonlocal trainable, opt_state
+        nonlocal trainable, opt_state, grad_norm
         for _ in range(count):
             trainable, opt_state, metrics = compiled(trainable, opt_state, frozen, batch, rng)
         losses.append(float(metrics["loss_sum"]) / max(int(metrics["num_target_tokens"]), 1))
+        grad_norm = float(metrics["grad_norm"])
 
     run(2)
     times = []
@@ -129,6 +131,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "host_gib": round(memory.host / 2**30, 2),
         "compile_s": round(compile_s, 1),
         "losses": [round(loss, 4) for loss in losses],
+        "grad_norm": round(grad_norm, 6),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }

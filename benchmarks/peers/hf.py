@@ -34,7 +34,11 @@ def main() -> None:
             )  # fmt: skip
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **settings)
         recompute = options.checkpointing == "full"
-        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=recompute)
+        if options.method == "qlora":
+            model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=recompute)
+        elif recompute:
+            model.gradient_checkpointing_enable()
+            model.enable_input_require_grads()
         lora = peft.LoraConfig(
             r=options.rank, lora_alpha=options.rank, target_modules=_TARGETS, task_type="CAUSAL_LM"
         )  # fmt: skip

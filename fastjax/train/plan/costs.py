@@ -100,14 +100,18 @@ def layer_costs(config: ModelConfig, work: Workload) -> LayerCosts:
     return LayerCosts(num_bytes, flop)
 
 
-def step_flop(config: ModelConfig, seq: int) -> float:
-    """FLOP of forward and backward for each token, adapters and recomputation apart; weights are frozen."""
+def step_flop(config: ModelConfig, seq: int, *, trains_base: bool = False) -> float:
+    """FLOP of forward and backward for each token, adapters and recomputation apart.
+
+    Args:
+      trains_base: whether weights have gradients too.
+    """
     width, inner = config.hidden_size, config.intermediate_size
     query = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
     weights = config.num_hidden_layers * (width * (2 * query + 2 * kv) + 3 * width * inner) + width * config.vocab_size
     attention = config.num_hidden_layers * 4 * query * _seen_keys(config, seq) / _ATTENTION_EFFICIENCY
-    return 4.0 * weights + 3.5 * attention
+    return (6.0 if trains_base else 4.0) * weights + 3.5 * attention
 
 
 def kept_bytes(plan: RematPlan, config: ModelConfig, work: Workload) -> int:

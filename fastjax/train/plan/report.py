@@ -89,7 +89,7 @@ class Report:
             parts,
             f"  {'host':<12}{self.host / _GIB:8.2f} GiB",
             f"remat={self.policy}",
-            f"estimated    {self.step_time_s:.3f} s a micro-batch, {self.tokens_per_second:,.0f} tokens/s"
+            f"estimated    {self.step_time_s:.3f} s a step, {self.tokens_per_second:,.0f} tokens/s"
             + (", the exchange between GPUs left out" if self.exchanged else ""),
         ]
         for name, value in self.exchanged.items():
@@ -173,9 +173,11 @@ class Planner:
             return memory
         # A described GPU has no host memory. A step of one micro-batch copies what is an argument here.
         one = rows * seq * self.model.hidden_size * self.itemsize
+        table = self.model.vocab_size * self.model.hidden_size * self.itemsize
         accumulation = self.config.gradient_accumulation_steps
         beside = one * accumulation if accumulation > 1 else 0
-        return replace(memory, arguments=memory.arguments - beside, host=memory.host + one * accumulation)
+        # The rows of the next batch are ready while this one's are read.
+        return replace(memory, arguments=memory.arguments - beside, host=memory.host + table + 2 * one * accumulation)
 
     def choose(self, seq: int, rows: int) -> Report:
         """Of what `remat` names, or of the plan that fits."""
@@ -194,11 +196,12 @@ class Planner:
         memory = self.memory(compiled, seq, rows)
         kept = min(kept_bytes(plan, self.model, work), memory.workspace)
         parts = self.held | {"activations": kept, "workspace": memory.peak - self.arguments - kept}
-        seconds = step_seconds(self.model, plan, self.target, work) / self.mesh.shape["tensor"]
+        full = self.config.method == "full"
+        seconds = step_seconds(self.model, plan, self.target, work, trains_base=full) / self.mesh.shape["tensor"]
         exchanged = {} if self.mesh.size == 1 else collective_bytes(compiled.as_text())
         return Report(
             self.config.model, self.config.gpu, self.config.mesh, str(plan), memory.peak <= usable(self.budget),
-            usable(self.budget), memory.peak, parts, memory.host, seconds,
+            usable(self.budget), memory.peak, parts, memory.host, seconds * self.config.gradient_accumulation_steps,
             work.num_tokens * num_batch_shards(self.mesh) / seconds,
             {" ".join(name): size for name, size in sorted(exchanged.items())},
         )  # fmt: skip

@@ -16,9 +16,13 @@ _PASSES = 22
 _HOST_BYTES_PER_SECOND = 54e9
 
 
-def step_seconds(config: ModelConfig, plan: RematPlan, target: GpuTarget, work: Workload) -> float:
-    """Estimated seconds of forward and backward of a micro-batch on one device, adapters over a frozen base."""
-    flop = (step_flop(config, work.seq) + recomputed_flop(plan, config, work)) * work.num_tokens
+def step_seconds(
+    config: ModelConfig, plan: RematPlan, target: GpuTarget, work: Workload, *, trains_base: bool = False
+) -> float:
+    """Estimated seconds of forward and backward of a micro-batch on one device."""
+    flop = (
+        step_flop(config, work.seq, trains_base=trains_base) + recomputed_flop(plan, config, work)
+    ) * work.num_tokens
     query = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
     widths = config.hidden_size + 2 * config.intermediate_size + query + 2 * kv
