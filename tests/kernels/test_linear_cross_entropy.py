@@ -79,7 +79,7 @@ def test_the_kernel_equals_plain_jnp(vocab, options, interpret):
 
 def test_the_kernel_survives_logits_of_minus_infinity_and_large_ones(interpret):
     logits = jnp.full((2, 300), -jnp.inf).at[:, 7].set(1e4).at[1, 299].set(1e4)
-    options = Options(False, None, 0.0, 2, "pallas_triton", interpret)
+    options = Options(False, None, 0.0, 2, None, "pallas_triton", interpret)
     losses, dlogits = losses_and_gradient(logits, jnp.asarray([7, 299]), jnp.ones(2), jnp.dtype(jnp.float32), options)
     np.testing.assert_allclose(losses, [0, np.log(2)], atol=1e-3)
     expected = np.zeros((2, 300))

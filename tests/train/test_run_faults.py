@@ -50,8 +50,12 @@ def trainer(folder, model=None, method="full", **settings):
 
 
 def test_a_signal_in_the_last_evaluation_interrupts_and_a_resume_evaluates(tmp_path, monkeypatch):
+    def evaluate(*_, stop, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop()
+
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "evaluate", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr(steps, "evaluate", evaluate)
         with pytest.raises(Interrupted, match="after step 2 of 2.*checkpoints/2") as stopped:
             trainer(tmp_path / "run").train()
     assert stopped.value.exit_code == 143

@@ -18,6 +18,7 @@ from fastjax.models.remat import POLICIES, RematPlan, parse_plan
 from fastjax.plan import PlanConfig
 from fastjax.train.config import TrainConfig
 from fastjax.train.memory import savings
+from fastjax.train.mesh import make_mesh
 from fastjax.train.plan import report
 from fastjax.train.plan.abstract import AbstractRun
 from fastjax.train.plan.choose import choose_plan, usable
@@ -220,7 +221,7 @@ class Planner(report.Planner):
 @pytest.mark.parametrize(("remat", "per_token"), [("auto", 100_000), ("full", 200_000)])
 def test_the_longest_row_and_the_largest_batch_fill_the_memory_under_the_plan_that_is_asked_for(remat, per_token):
     config = PlanConfig(model="llama3-8b", gpu="RTX 4090", remat=remat, longest=True)
-    planner = Planner(config, LLAMA, run_of(LoraConfig(r=16, lora_alpha=16)), None)
+    planner = Planner(config, LLAMA, run_of(LoraConfig(r=16, lora_alpha=16)), make_mesh())
     found = planner.longest()
     room = usable(planner.budget) - planner.arguments - GIB
     assert 0.97 * room < found.longest_row * per_token <= room
