@@ -1,46 +1,32 @@
 """A signal to any process of a run stops all of them, after the same step."""
 
 import itertools
-import signal
 import threading
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from fastjax.hosts import exchange
-from fastjax.train.interrupts import StopSignals
+from fastjax.train.interrupts import Stop, StopSignals
 
 _EVERY_S = 0.25
 _PATIENCE_S = 30.0
 _runs = itertools.count()
 
 
-class AgreedStop:
+class AgreedStop(Stop):
     """StopSignals of all processes together: `requested` becomes true in all of them at the same call.
 
     All processes ask equally often, in the same order. A thread in each looks for a signal that another one has got.
     Once there is one, each tells how often it has been asked, and all stop at the first call that none has come to yet.
     Nobody is asked again before the others have answered; as the threads answer, and not the steps, no device waits.
-
-    Attributes:
-      number: the signal that all stop for, or None.
     """
 
     def __init__(self) -> None:
-        self.number: int | None = None
         self._signals, self._key = StopSignals(), f"stop/{next(_runs)}"
         self._calls, self._lock, self._left = 0, threading.Lock(), threading.Event()
         self._stop: tuple[int, int] | None = None
         self._thread = threading.Thread(target=self._look, name="stop", daemon=True)
-
-    @property
-    def name(self) -> str:
-        """The signal's name, such as SIGTERM."""
-        assert self.number is not None, "no signal came"
-        return signal.Signals(self.number).name
-
-    def __bool__(self) -> bool:
-        return self.number is not None
 
     def requested(self) -> bool:
         """Whether to stop now."""

@@ -12,24 +12,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PATIENCE_S = 2.0
 
 
-class StopSignals:
-    """Inside the block, the first SIGINT or SIGTERM only sets `number`; a second SIGINT is a KeyboardInterrupt.
-
-    Python handles signals between two of its own instructions, and a compilation is one of them: where a
-    KeyboardInterrupt has not come through after two seconds, the process ends there and then with code 130. Not in a
-    notebook or another interactive session, which would be lost.
+class Stop:
+    """Whether a signal came.
 
     Attributes:
-      number: the signal that came, or None.
-
-    Outside the main thread, where Python allows no handlers, nothing is changed.
+      number: the signal, or None.
     """
 
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._previous: dict[int, Any] = {}
-        self._left = threading.Event()
-        self._wakeup: int | None = None
+    number: int | None = None
 
     @property
     def name(self) -> str:
@@ -39,6 +29,22 @@ class StopSignals:
 
     def __bool__(self) -> bool:
         return self.number is not None
+
+
+class StopSignals(Stop):
+    """Inside the block, the first SIGINT or SIGTERM only sets `number`; a second SIGINT is a KeyboardInterrupt.
+
+    Python handles signals between two of its own instructions, and a compilation is one of them: where a
+    KeyboardInterrupt has not come through after two seconds, the process ends there and then with code 130. Not in a
+    notebook or another interactive session, which would be lost.
+
+    Outside the main thread, where Python allows no handlers, nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self._previous: dict[int, Any] = {}
+        self._left = threading.Event()
+        self._wakeup: int | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

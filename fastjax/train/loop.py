@@ -112,7 +112,7 @@ class Trainer:
         # What an error about memory tells of: set as soon as it is known.
         self.need: Need | None = None
         self.choice: Choice | None = None
-        self.fingerprint = fingerprint(config, model, lora, rows, self.batch_size)
+        self.fingerprint = fingerprint(config, model, lora, rows, self.batch_size, dict(self.mesh.shape))
         check_same("what a run is made of", self.fingerprint)
 
     def train(self) -> TrainResult:

@@ -35,16 +35,25 @@ _CHECKSUMS = {
 
 
 def fingerprint(
-    config: TrainConfig, model: CausalLM, lora: LoraConfig | None, rows: TrainingRows, batch_size: int
+    config: TrainConfig,
+    model: CausalLM,
+    lora: LoraConfig | None,
+    rows: TrainingRows,
+    batch_size: int,
+    mesh_shape: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """All that a run's numbers follow from but the number of steps, in a form that JSON takes.
 
     Args:
       batch_size: rows of a micro-batch over all devices: their number may change, if it does not change this.
+      mesh_shape: devices by axis. What rounding gradients leaves over belongs to one device each, and so to one mesh.
     """
     adapter = None if lora is None else {"lora_r" if name == "r" else name: v for name, v in asdict(lora).items()}
     # Left out where it is off: so a run that began before there was such a setting goes on.
-    compression = {} if config.grad_compression == "none" else {"grad_compression": config.grad_compression}
+    compression = {}
+    if config.grad_compression != "none":
+        where = ",".join(f"{axis}={size}" for axis, size in (mesh_shape or {}).items())
+        compression = {"grad_compression": f"{config.grad_compression} on the mesh {where}"}
     return {
         **{name: getattr(config, name) for name in _NUMERICS},
         **compression,

@@ -149,7 +149,7 @@ class Planner:
         self.arguments = sum(self.held.values())
         self.itemsize = jnp.dtype(config.dtype).itemsize
         self.adapter_width = adapter_width(run.trainable)
-        need = Need.of(config, model, run.trainable, run.optimizer, self.itemsize)
+        need = Need.of(config, model, run.trainable, run.optimizer, self.itemsize, mesh.size)
         self.ways = savings(config, need)
         self.compiled: dict[tuple[RematPlan, int, int], Any] = {}
 

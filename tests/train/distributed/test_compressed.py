@@ -6,13 +6,18 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from fastjax.errors import UserError
+from fastjax.models.config import ModelConfig
+from fastjax.models.decoder import CausalLM
 from fastjax.plan import PlanConfig
 from fastjax.train.config import TrainConfig
+from fastjax.train.resume import differences, fingerprint
 from fastjax.train.run import run
 
 SCRIPT = """
@@ -160,6 +165,20 @@ def test_training_follows_the_exact_reduction(
     if "resumed" in losses:
         # With its residuals.
         np.testing.assert_array_equal(losses["resumed"], rounded)
+
+
+def test_a_compressed_run_goes_on_on_its_own_mesh_only() -> None:
+    sizes = {"vocab_size": 61, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = ModelConfig.from_hf({"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2, **sizes})
+    model, rows = CausalLM(config, rngs=nnx.Rngs(0)), SimpleNamespace(fingerprint="rows")
+    for compression, words in (("none", []), ("int8", ["int8 on the mesh data=8,fsdp=1", "data=4,fsdp=2"])):
+        settings = TrainConfig(model="m", data="d", output_dir="o", method="full", grad_compression=compression)
+        then, now = (
+            fingerprint(settings, model, None, rows, 8, shape)
+            for shape in ({"data": 8, "fsdp": 1}, {"data": 4, "fsdp": 2})
+        )
+        lines = differences(then, now, without=("mesh",))
+        assert len(lines) == len(words) // 2 and all(word in lines[0] for word in words)
 
 
 def test_refused_where_there_is_nothing_to_gain(model_folder, rows_file, tmp_path) -> None:

@@ -2,6 +2,9 @@
 
 import json
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -72,6 +75,16 @@ def test_a_mistake_in_one_process_ends_both(start_pair, model_folder, rows_file,
     assert pair.wait() == [2, 2]
     assert "unknown flag --learning_rat" in pair.said(1)
     assert "process 1 of 2" in pair.said(0) and "has ended" in pair.said(0) and not (tmp_path / "run").exists()
+
+
+def test_a_run_of_one_told_process_keeps_its_exit_code_and_message(rows_file, tmp_path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = ("--coordinator", f"127.0.0.1:{free.getsockname()[1]}", "--num_processes", "1", "--process_id", "0")
+    flags = (*place, "--model", tmp_path / "none", "--data", rows_file, "--output_dir", tmp_path / "run")
+    command = [sys.executable, "-m", "fastjax.train", *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and str(tmp_path / "none") in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

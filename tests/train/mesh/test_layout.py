@@ -3,14 +3,19 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from fastjax.errors import UserError
 from fastjax.models.config import ModelConfig
+from fastjax.models.layer_checkpoint import checkpoint_layer
+from fastjax.models.parallel import gather_stored
 from fastjax.models.presets import preset
+from fastjax.models.remat import POLICIES
 from fastjax.models.sharding import Layout, check_layout, mesh_shapes
 from fastjax.train.config import TrainConfig
-from fastjax.train.mesh import config_mesh
+from fastjax.train.mesh import config_mesh, make_mesh
 from fastjax.train.plan.collectives import collective_bytes
 
 SMALL = ModelConfig.from_hf(
@@ -86,3 +91,18 @@ ENTRY %main (p: f32[3]) -> f32[3] {
     assert collective_bytes(text) == {
         ("all-gather", "u8"): 32 * (32 + 8), ("all-reduce", "f32"): 40, ("reduce-scatter", "f32"): 4 * 12
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_float_weight_is_gathered_again_in_the_backward_where_everything_else_is_kept(trained):
+    def layer(weight, x):
+        return jnp.sin(x @ gather_stored(weight, "fsdp", 0, jnp.float32)), None
+
+    def gradients(weight, x):
+        kept = checkpoint_layer(layer, POLICIES["none"], keep_gathered=False)
+        return jax.grad(lambda weight, x: jnp.sum(kept(weight, x)[0]), (0, 1) if trained else (1,))(weight, x)
+
+    mesh, split, whole = make_mesh(), PartitionSpec("fsdp"), PartitionSpec()
+    out = (split, whole) if trained else (whole,)
+    sharded = jax.shard_map(gradients, mesh=mesh, in_specs=(split, whole), out_specs=out, check_vma=False)
+    assert str(jax.make_jaxpr(sharded)(jnp.ones((4, 3)), jnp.ones((2, 4)))).count("all_gather[") == 2
